@@ -726,6 +726,30 @@ MUTANTS = [
         LENGTH,
     ),
     Mutant(
+        "speculative/length/latency.py",
+        "self.factor = min(max(self.factor, low), high)",
+        "self.factor = ratio",
+        "tests/speculative/test_latency.py",
+    ),
+    Mutant(
+        "speculative/length/latency.py",
+        "self._drafted.scale(before / self.factor)",
+        "pass",
+        "tests/speculative/test_latency.py",
+    ),
+    Mutant(
+        "speculative/length/acceptance.py",
+        "self._tested *= PROFILE_STEP_KEEPS**self._steps",
+        "pass",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/length/by_batch_size.py",
+        "policy.age(num_steps)\n            self.policy",
+        "pass\n            self.policy",
+        LENGTH,
+    ),
+    Mutant(
         "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
     ),
     Mutant(

@@ -6,6 +6,7 @@ seconds, against every fixed length at the very same batches and contexts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ CONTEXT = 2e-7
 """Seconds per token of context."""
 FORWARDS: dict[str, Callable[[int, int], float]] = {
     # Seconds by tokens and context.
+    "small": lambda tokens, context: 1.2e-4 + 3e-5 * tokens + 1e-8 * context,
     "flat": lambda tokens, context: 0.02 + 1e-5 * tokens + CONTEXT * context,
     "rising": lambda tokens, context: 0.01 + 4e-4 * tokens + CONTEXT * context,
     "bound": lambda tokens, context: 0.004 + 1e-3 * tokens + CONTEXT * context,
@@ -31,6 +33,7 @@ FORWARDS: dict[str, Callable[[int, int], float]] = {
 }
 DRAFTERS: dict[str, Callable[[int, int, int], float]] = {
     # Seconds by greatest depth, drafted tokens and drafting rows.
+    "small model": lambda depth, tokens, rows: 2.5e-5 * depth + 2e-6 * tokens,
     "lookup": lambda depth, tokens, rows: 5e-5 + 1e-5 * rows,
     "model": lambda depth, tokens, rows: 0.0015 * depth + 2e-5 * tokens,
     "slow model": lambda depth, tokens, rows: 0.005 * depth + 1e-4 * tokens,
@@ -70,6 +73,22 @@ class Calls:
     """Whether plain steps that skip the policy are made so."""
     drafted: bool = True
     """Whether steps with drafts are, while the policy holds its choice."""
+    asking: float = 0.0
+    """Seconds of the policy in a call that it is asked about."""
+
+
+@dataclass
+class Load:
+    """Other processes on the machine: they slow down plain steps and drafts alike, and the speed
+    that a run is judged by not at all.
+    """
+
+    pause: float = 0.0
+    """Seconds for which the machine does something else."""
+    mean_between: float = math.inf
+    """Seconds from one pause to the next, on average."""
+    slow: Callable[[float], float] = lambda clock: 1.0
+    """Clock, in seconds -> how many times as long everything takes."""
 
 
 class Machine:
@@ -82,15 +101,20 @@ class Machine:
         seed: of everything random.
         offers: chance that the drafter has a draft for a request at all.
         calls: how steps are made.
+        load: what else runs.
     """
 
-    def __init__(self, forward, draft, alpha, rows, seed, offers=1.0, levels=5, calls=None):
+    def __init__(
+        self, forward, draft, alpha, rows, seed, offers=1.0, levels=5, calls=None, load=None
+    ):
         self.forward, self.draft, self.alpha, self.offers = forward, draft, alpha, offers
         self.rng = np.random.default_rng(seed)
         self.levels, self.steps, self.next = levels, 0, rows
         self.requests = [CappedRequest(number, levels) for number in range(rows)]
         self.contexts = self.rng.integers(50, 500, rows)
         self.calls = calls or Calls()
+        self.load, self.clock = load or Load(), 0.0
+        self.next_pause = self._until_pause()
         self.to_skip, self.skipped = 0, SkippedSteps()
         self.largest_call = 1
         """Most steps with drafts that were one call."""
@@ -132,7 +156,7 @@ class Machine:
             context += int(self.contexts.sum())
             seconds += self._step(judged, np.zeros(rows, int), 1 / size)[1]
         self.skipped.num_steps += size
-        self.skipped.measure(size, rows * size, context, seconds * self._noise(size))
+        self.skipped.measure(size, rows * size, context, self._measured(seconds, size))
 
     def _call(self, policy: LengthPolicy, judged: Judgement) -> None:
         """A step that the policy is asked about, with others for which its choice holds."""
@@ -148,6 +172,7 @@ class Machine:
             size = int(min(policy.hold(), self.calls.most))
         if asked.any():
             self.largest_call = max(self.largest_call, size)
+        judged.seconds += self.calls.asking
         context, seconds, drafts = 0, 0.0, list[tuple[int, int, int]]()
         for _ in range(size):
             context += int(self.contexts.sum())
@@ -160,8 +185,9 @@ class Machine:
                 batch_size=rows,
                 tokens=rows + sum(depth for _, depth, _ in drafts) / size,
                 context=context / size,
-                forward_seconds=seconds / size * self._noise(size),
-                draft_seconds=self._drafting(asked) * self._noise(size),
+                forward_seconds=self._measured(seconds, size) / size,
+                draft_seconds=self._measured(size * self._drafting(asked) + self.calls.asking, size)
+                / size,
                 num_steps=size,
             )
         )
@@ -209,6 +235,20 @@ class Machine:
             took = self.forward(rows + drafted, context) + self._drafting(np.full(rows, length))
             took += self.calls.seconds / (self.calls.most if many else 1)
             judged.fixed[length] += tokens * took / each
+
+    def _measured(self, seconds: float, size: int) -> float:
+        """What a clock shows for work of this many true seconds in one call."""
+        seconds *= self._noise(size) * self.load.slow(self.clock)
+        self.clock += seconds
+        while self.clock > self.next_pause:
+            self.clock += self.load.pause
+            seconds += self.load.pause
+            self.next_pause = self.clock + self._until_pause()
+        return seconds
+
+    def _until_pause(self) -> float:
+        between = self.load.mean_between
+        return float(self.rng.exponential(between)) if between < math.inf else math.inf
 
     def _noise(self, size: int) -> float:
         """3 % of noise, and in one call of a hundred a step that takes several times as long."""

@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from forethought.speculative.length.latency import FIRST, ForwardLatency, LinearLatency
+from forethought.speculative.length.latency import (
+    FIRST,
+    FIRST_RATIO,
+    ForwardLatency,
+    LinearLatency,
+    Slowdown,
+)
 
 TRUE = np.array([0.01, 2e-4, 1e-7])
 
@@ -184,3 +190,86 @@ def test_a_forward_is_never_estimated_to_take_no_time():
     assert model.linear.coefficients.tolist()[:2] == [0.0, 0.0]
     assert model.predict(1, 0) > 0.0
     assert (model.predict_many(np.arange(1.0, 9.0), 0) > 0.0).all()
+
+
+# ---- ageing --------------------------------------------------------------------------------------
+
+
+def test_a_time_that_was_learned_long_ago_gives_way_to_the_next_one():
+    fresh, aged = fitted(300, noise=0.02), fitted(300, noise=0.02)
+    aged.age(3000)
+    terms = (1.0, 32.0, 3200.0)
+    before = fresh.predict(terms)
+    assert aged.predict(terms) == pytest.approx(before)
+    for model in (fresh, aged):
+        model.observe(terms, 1.5 * before)
+    assert fresh.predict(terms) < 1.1 * before
+    assert aged.predict(terms) > 1.2 * before
+
+
+def test_forwards_measured_long_ago_give_way_to_the_next_ones():
+    fresh, aged = ForwardLatency(), ForwardLatency()
+    for model in (fresh, aged):
+        for _ in range(100):
+            model.observe(4.0, 400.0, 0.01)
+    aged.age(3000)
+    for model in (fresh, aged):
+        for _ in range(2):
+            model.observe(4.0, 400.0, 0.015)
+    assert fresh.predict(4.0, 400.0) < 0.011
+    assert aged.predict(4.0, 400.0) > 0.012
+
+
+# ---- slowdown ------------------------------------------------------------------------------------
+
+
+def test_what_slows_plain_steps_and_drafts_is_the_machine():
+    slowdown = Slowdown()
+    for ratio in (1.0, 1.0, 1.0):
+        slowdown.observe_drafted(ratio)
+    assert [slowdown.observe_drafted(2.5) for _ in range(2)] == [1.0, 1.0]
+    assert slowdown.is_doubtful
+    slowdown.observe_plain(2.4, is_drafting=True)
+    assert slowdown.factor == 2.4
+    assert slowdown.observe_drafted(2.5) == pytest.approx(2.5 / 2.4)
+    assert not slowdown.is_doubtful
+
+
+def test_drafts_that_become_slow_alone_are_believed_after_a_plain_step():
+    slowdown = Slowdown()
+    for ratio in (1.0, 1.0, 1.0, 2.5, 2.5):
+        slowdown.observe_drafted(ratio)
+    slowdown.observe_plain(1.0, is_drafting=True)
+    assert slowdown.factor == 1.0
+    assert slowdown.observe_drafted(2.5) == 2.5
+
+
+def test_one_pause_is_taken_for_nothing():
+    slowdown = Slowdown()
+    assert slowdown.observe_drafted(40.0) == FIRST_RATIO
+    for ratio in (1.0, 1.0):
+        slowdown.observe_drafted(ratio)
+    assert slowdown.observe_drafted(40.0) == 1.0
+    slowdown.observe_plain(40.0, is_drafting=True)
+    assert slowdown.factor == 1.0
+    for ratio in (1.0, 40.0, 1.0):
+        slowdown.observe_plain(ratio, is_drafting=False)
+    assert slowdown.factor == 1.0
+
+
+def test_plain_steps_that_agree_outvote_drafts_that_were_learned_under_another_load():
+    slowdown = Slowdown()
+    for _ in range(3):
+        slowdown.observe_plain(5.0, is_drafting=False)
+    for _ in range(3):  # the load ends, and drafts are learned as if it had not
+        slowdown.observe_drafted(5.0)
+    for _ in range(2):
+        slowdown.observe_plain(1.0, is_drafting=True)
+    assert slowdown.factor == 1.0
+
+
+def test_drafts_that_become_much_faster_are_put_to_the_test():
+    slowdown = Slowdown()
+    for ratio in (1.0, 1.0, 1.0, 0.4, 0.4):
+        slowdown.observe_drafted(ratio)
+    assert slowdown.is_doubtful

@@ -35,7 +35,7 @@ from forethought.speculative.length.policy import (
     schedule,
 )
 from forethought.speculative.verify.rules import synthetic_path
-from machines import DRAFTERS, FORWARDS, Calls, Machine
+from machines import DRAFTERS, FORWARDS, Calls, Load, Machine
 from turns import by_turns
 
 
@@ -192,6 +192,48 @@ def test_drafts_that_a_burst_has_switched_off_come_back_once_they_pay():
     assert policy._drafting
 
 
+def small(alpha, seed, load=None):
+    """A model of short steps in long calls, as the embedded reasoner, and a draft model."""
+    calls = Calls(8e-5, most=16, asking=8e-5)
+    return machine("small", "small model", alpha, 1, seed, levels=16, calls=calls, load=load)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_drafts_that_pay_return_soon_after_other_traffic(seed):
+    """Statistic: speed over plain decoding in the first 1200 steps, where 2.1 can be reached."""
+    chance, policy = [0.93], ByBatchSize(lambda: Goodput(16))
+    run = small(lambda *_: chance[0], seed)
+    run.run(policy, 300)
+    chance[0] = 0.15
+    run.run(policy, 2000)
+    run.resize(32)
+    run.run(policy, 300)
+    run.resize(1)
+    chance[0] = 0.93
+    assert run.run(policy, 1200).against_plain > 1.5
+
+
+OTHER_PROCESSES = {
+    "phases": Load(2e-3, 0.05, lambda clock: 2.5 if int(clock / 0.15) % 3 == 1 else 1.0),
+    "pauses": Load(4e-3, 0.02),
+}
+
+
+@pytest.mark.parametrize("load", OTHER_PROCESSES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_drafts_that_pay_go_on_while_other_processes_slow_everything(load, seed):
+    policy, run = Goodput(16), small(always(0.93), seed, OTHER_PROCESSES[load])
+    run.run(policy, 300)
+    assert run.run(policy, 3000).against_best > 0.92
+
+
+@pytest.mark.parametrize("load", OTHER_PROCESSES)
+def test_drafts_that_do_not_pay_cost_little_while_other_processes_slow_everything(load):
+    policy, run = Goodput(16), small(always(0.15), 0, OTHER_PROCESSES[load])
+    run.run(policy, 300)
+    assert run.run(policy, 3000).against_plain > 0.97
+
+
 # ---- acceptance ----------------------------------------------------------------------------------
 
 
@@ -231,6 +273,31 @@ def test_what_a_request_showed_long_ago_gives_way_to_the_profile():
     after, fresh = estimate.survival([0, 77])[:, 0]
     assert before < 0.5
     assert after == pytest.approx(fresh, abs=0.01)
+
+
+def test_acceptance_that_was_learned_long_ago_becomes_uncertain():
+    estimate = observed(lambda number: 0.2, 100)
+    before, doubt = estimate.profile[0], estimate.doubt
+    estimate.age(250)
+    assert estimate.profile[0] == pytest.approx(before, abs=0.05)
+    assert estimate.doubt > 1.04 * doubt
+    estimate.age(10_000)
+    assert estimate.profile == pytest.approx(AcceptanceEstimate(5).profile)
+
+
+def test_what_a_policy_knows_ages_while_others_choose():
+    policy, run = ByBatchSize(lambda: Goodput(5)), machine("flat", "lookup", always(0.5), 1)
+    run.run(policy, 300)
+    one = policy.policy
+    doubt = one.acceptance.doubt
+    run.resize(8)
+    run.run(policy, 600)
+    assert one.acceptance.doubt == doubt
+    one_request = requests(5)
+    policy.lengths(one_request, 1)
+    assert policy.policy is one
+    assert one.acceptance.doubt > doubt
+    assert one._checks.due
 
 
 def test_survival_never_rises_from_level_to_level():

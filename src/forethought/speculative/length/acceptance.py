@@ -1,7 +1,10 @@
 """How many tokens of drafts are expected to be accepted, by request and level.
 
 A drafter has a profile over levels from all of its drafts; a request shifts the log-odds of that
-profile by its own record, less the older that record is.
+profile by its own record, less the older that record is. Both are discounted by the steps that have
+passed, as rewards are in bandits whose arms change (Garivier and Moulines, "On Upper-Confidence
+Bound Policies for Switching Bandit Problems", 2011): what is not drafted for a while becomes
+uncertain again, so the upper end of what acceptance may be rises until it is tried.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ WEIGHT, REQUEST_WEIGHT = 4.0, 8.0
 """Tokens that the prior of the profile counts for, and the profile as the prior of a request."""
 DRAFT_KEEPS = 0.99
 """Weight that the profile's past keeps per draft: it remembers about a hundred."""
+PROFILE_STEP_KEEPS = 0.998
+"""Weight that it keeps per step, with drafts or without: it remembers about five hundred."""
 STEP_KEEPS = 0.98
 """Weight that a request's past keeps per step: it remembers about fifty."""
 GATHERED = 8
@@ -67,6 +72,10 @@ class AcceptanceEstimate:
         tested = self._tested.sum() + WEIGHT
         return 1.0 + 2.0 * float(np.sqrt((1.0 - self._pooled) / (self._pooled * tested)))
 
+    def hopeful(self, survival: Array) -> Array:
+        """[requests, levels]: ``survival`` with each token's chance at the upper end."""
+        return np.minimum(survival * self.doubt ** (1.0 + self._levels), 1.0)
+
     def survival(self, request_ids: Sequence[int]) -> Array:
         """[requests, levels]: the chance that a level is accepted, in a draft that reaches it."""
         self._count()
@@ -99,8 +108,12 @@ class AcceptanceEstimate:
         if len(self._asked) >= GATHERED:
             self._count()
 
+    def age(self, num_steps: int) -> None:
+        """Steps have passed in which nothing was drafted."""
+        self._steps += num_steps
+
     def _count(self) -> None:
-        self._shown *= STEP_KEEPS**self._steps
+        self._age()
         if self._asked:
             keeps = DRAFT_KEEPS ** len(self._asked)
             num_requested, num_accepted = self._reaching([self._asked, self._came])
@@ -110,6 +123,18 @@ class AcceptanceEstimate:
         if self._drafts:
             self._count_tokens()
         self._steps, self._asked, self._came, self._drafts = 0, [], [], []
+
+    def _age(self) -> None:
+        """Let both records age by the steps that have passed."""
+        if self._steps:
+            self._shown *= STEP_KEEPS**self._steps
+            self._tested *= PROFILE_STEP_KEEPS**self._steps
+            self._passed *= PROFILE_STEP_KEEPS**self._steps
+            self._estimate_profile()
+
+    def _estimate_profile(self) -> None:
+        self._pooled = float((self._passed.sum() + WEIGHT * PRIOR) / (self._tested.sum() + WEIGHT))
+        self._profile = (self._passed + WEIGHT * self._pooled) / (self._tested + WEIGHT)
 
     def _count_tokens(self) -> None:
         numbers, depths, accepted = np.array(self._drafts, np.int64).T
@@ -122,8 +147,7 @@ class AcceptanceEstimate:
         num_tested, num_passed = self._reaching([tested, accepted])
         self._tested = keeps * self._tested + num_tested
         self._passed = keeps * self._passed + num_passed
-        self._pooled = float((self._passed.sum() + WEIGHT * PRIOR) / (self._tested.sum() + WEIGHT))
-        self._profile = (self._passed + WEIGHT * self._pooled) / (self._tested + WEIGHT)
+        self._estimate_profile()
 
     def _reaching(self, depths: Sequence[Sequence[int] | NDArray[np.int64]]) -> Array:
         """[n, levels]: how many of each of n lists of depths go as deep as each level."""

@@ -2,7 +2,8 @@
 
 What drafts cost and what they gain at one batch size says little of another one: a drafter that
 loses among 64 sequences may double the speed of one. A policy that has learned so from a burst
-would draft for none of the single requests after it, but for rare trials.
+would draft for none of the single requests after it, but for rare trials. What a policy knows ages
+while batches of other sizes run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class ByBatchSize:
     def __init__(self, new_policy: Callable[[], LengthPolicy]) -> None:
         self._new_policy = new_policy
         self._policies: dict[int, LengthPolicy] = {}
+        self._num_steps = 0  # of batches of all sizes
+        self._left_at: dict[LengthPolicy, int] = {}  # steps when each policy was last asked
         self.policy = self.of(1)
         """That of the last step."""
 
@@ -49,11 +52,17 @@ class ByBatchSize:
 
     def lengths(self, requests: Sequence[LengthRequest], batch_size: int) -> list[int]:
         """As of the policy."""
-        self.policy = self.of(batch_size)
-        return self.policy.lengths(requests, batch_size)
+        policy = self.of(batch_size)
+        if policy is not self.policy:
+            self._left_at[self.policy] = self._num_steps
+            if num_steps := self._num_steps - self._left_at.get(policy, self._num_steps):
+                policy.age(num_steps)
+            self.policy = policy
+        return policy.lengths(requests, batch_size)
 
     def observe(self, record: StepRecord) -> None:
         """Passed on to the policy whose lengths these were."""
+        self._num_steps += record.num_steps
         self.policy.observe(record)
 
     def skip(self) -> int:
@@ -66,4 +75,10 @@ class ByBatchSize:
 
     def skipped(self, steps: SkippedSteps) -> None:
         """Passed on to the policy that has said that it skips them."""
+        self._num_steps += steps.num_steps
         self.policy.skipped(steps)
+
+    def age(self, num_steps: int) -> None:
+        """Passed on to all policies."""
+        for policy in self._policies.values():
+            policy.age(num_steps)

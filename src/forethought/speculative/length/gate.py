@@ -54,6 +54,10 @@ class Backoff:
         """Count steps without a try."""
         self._waited += steps
 
+    def hasten(self) -> None:
+        """The next try is due."""
+        self._waited = self.interval
+
     def tried(self, news: bool) -> None:
         """Count a try; without news the pause before the next one doubles."""
         self._waited = 0
@@ -130,6 +134,10 @@ class AcceptanceGate:
     def skipped(self, steps: SkippedSteps) -> None:
         """Count them."""
         self._pause.wait(steps.num_steps)
+
+    def age(self, num_steps: int) -> None:
+        """Count them as steps without a probe."""
+        self._pause.wait(num_steps)
 
     def _count(self, depth: int, accepted: int) -> None:
         self._drafts.append((depth, accepted))

@@ -13,7 +13,8 @@ call is a term of both times, and calls per step are counted, of steps with draf
 * ``LossBudget``: the loss against plain decoding, in plain steps (the time that one step of the
   same rows takes without drafts, as one of several in a call where they are). Over any stretch of
   steps it is at most ``ALLOWANCE`` of the time, plus ``SAVINGS``, plus the loss of the call that
-  overdrew it, however wrong the estimates were: it relies on nothing but the time of a plain step.
+  overdrew it, however wrong the estimates were: it relies on nothing but the times of plain steps,
+  under the same load as those of drafts (``Slowdown``).
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from numpy.typing import NDArray
 
 from forethought.speculative.length.acceptance import AcceptanceEstimate
 from forethought.speculative.length.gate import Backoff
-from forethought.speculative.length.latency import ForwardLatency, LinearLatency
+from forethought.speculative.length.latency import (
+    ForwardLatency,
+    LinearLatency,
+    RecentMedian,
+    Slowdown,
+)
 from forethought.speculative.length.policy import LengthRequest, SkippedSteps, StepRecord
 
 ALLOWANCE = 0.01
 """Plain steps granted per step."""
 CREDIT = 4.0
 """Plain steps that may be lost before anything was gained, and up to which allowances add up."""
-SAVINGS = 16.0
-"""Most plain steps saved up, gains included: a run of bad luck need not stop what pays."""
+SAVINGS = 64.0
+"""Most plain steps saved up, gains included: a call of long drafts that other prompts reject, or a
+run of bad luck, need not stop what pays."""
 DEBT = 32.0
 """Most plain steps owed: a dear probe is paid for before the next one, a pause of the whole machine
 is not."""
@@ -140,9 +147,12 @@ class Goodput:
     requests, and the best of the n+1 prefixes is the best of all choices. A drafter works level by
     level, which costs once for all requests; so the search is made for each greatest depth.
 
-    Three things keep it honest. While it drafts it makes a plain step now and then, and while it
+    Four things keep it honest. While it drafts it makes a plain step now and then, and while it
     does not, a probe: each ever more seldom as long as nothing new is learned. Forwards grow in
-    steps of ``STRETCH`` times what was seen. And all that is lost against plain decoding is booked
+    steps of ``STRETCH`` times what was seen. What was learned is discounted by the steps that have
+    passed (``acceptance.py``, ``latency.py``), so it cannot be held against drafts for long; and
+    seconds are compared under the same load: where drafts become slower, a plain step is made to
+    see whether all does (``Slowdown``). And all that is lost against plain decoding is booked
     on a ``LossBudget``, which bounds it. So when plain decoding stays best, probing comes down to
     one step in ``LAST_PAUSE``, each expected to lose at most half a plain step, or two where even
     a draft for a single request is that dear; whatever the estimates, the account holds.
@@ -173,6 +183,8 @@ class Goodput:
         self.drafting = LinearLatency((0.1, 0.4, 0.4, 0.1))
         self.plain_calls, self.draft_calls = CallRate(), CallRate()
         self.account = LossBudget()
+        self.slowdown = Slowdown()
+        self._asking = RecentMedian()  # seconds of a call of the policy in plain steps
         self._probes = Backoff(FIRST_PAUSE, LAST_PAUSE)
         self._checks = Backoff(FIRST_CHECK, LAST_CHECK)
         self._drafting = False
@@ -248,11 +260,8 @@ class Goodput:
             return depths
         if self._probes.due and (probe := self._probe(depths, survival, caps, batch_size)):
             self._why = ("a probe of {} tokens", (sum(probe),))
-            hopeful = np.minimum(survival * self.acceptance.doubt**self._depths, 1.0)
-            self._hopeful = self._search(hopeful, caps, batch_size)[1] >= SWITCH
-            self._again = probe if self._hopeful and not self._is_trial else None
             return probe
-        self._waits = not drafting and self._probes.due
+        self._waits = self._probes.due
         return plain
 
     def _keep(self, depths: list[int]) -> None:
@@ -357,8 +366,23 @@ class Goodput:
         """What to try although it looks slower than plain decoding; None if nothing is affordable.
 
         In turn the best lengths there are, which is what might be switched to, and short drafts on
-        as many requests as possible, which show more of acceptance.
+        as many requests as possible, which show more of acceptance. Where both look dear, a trial:
+        a prediction that is never tested cannot be found wrong. That is the lengths that would be
+        best with acceptance at the upper end of what it may be, for several steps, as one of them
+        costs nearly as much and shows little.
         """
+        hopeful, ratio = self._search(self.acceptance.hopeful(survival), caps, batch_size)
+        self._hopeful = ratio >= SWITCH
+        probe = self._affordable_probe(best, survival, caps, batch_size)
+        if probe is not None:
+            self._again = probe if self._hopeful else None
+        elif self.account.balance >= CREDIT and any(hopeful):
+            probe, self._is_trial = hopeful, True
+        return probe
+
+    def _affordable_probe(
+        self, best: list[int], survival: Array, caps: NDArray[np.int64], batch_size: int
+    ) -> list[int] | None:
         self._turn += 1
         if self._turn % 2 and self._affordable(np.array(best), survival, batch_size):
             return best
@@ -370,18 +394,7 @@ class Goodput:
             if self._affordable(depths, survival, batch_size):
                 return depths.tolist()
             rows //= 2
-        return self._trial(survival, caps, batch_size) if self.account.balance >= CREDIT else None
-
-    def _trial(self, survival: Array, caps: NDArray[np.int64], batch_size: int) -> list[int] | None:
-        """A probe that looks dear: a prediction that is never tested cannot be found wrong.
-
-        The lengths that would be best with acceptance at the upper end of what it may be, for
-        several steps, as one of them costs nearly as much and shows little.
-        """
-        hopeful = np.minimum(survival * self.acceptance.doubt**self._depths, 1.0)
-        depths = self._search(hopeful, caps, batch_size)[0]
-        self._is_trial = any(depths)
-        return depths if self._is_trial else None
+        return None
 
     def _affordable(self, depths: NDArray[np.int64], survival: Array, batch_size: int) -> bool:
         """Whether the account can bear what these lengths are expected to lose."""
@@ -421,51 +434,103 @@ class Goodput:
         requested, self._requested = self._requested, {}
         self._context = record.context / (record.batch_size or 1.0)
         self._batch_size = record.batch_size
-        num_steps = record.num_steps
-        drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests) / num_steps
-        context = record.context + self._node_context * drafted * self._context
-        num_tokens, calls = record.tokens - drafted, 1.0 / num_steps
+        steps, self._num_skipped = record.num_steps + self._num_skipped, 0
+        drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests)
+        num_tokens, calls = record.tokens - drafted / record.num_steps, 1.0 / record.num_steps
         # Prompts are computed in single steps; means of several are not exact.
-        plain_calls = 1.0 if num_tokens > record.batch_size + 0.5 else self._plain_calls
+        has_prompts = num_tokens > record.batch_size + 0.5
+        plain_calls = 1.0 if has_prompts else self._plain_calls
         plain = self.forward.predict(num_tokens, record.context, plain_calls)
         decoding = self.forward.predict(num_tokens, record.context, calls)
-        predicted = self.forward.predict(record.tokens, context, calls)
-        steps, self._num_skipped = num_steps + self._num_skipped, 0
-        seconds = self.forward.observe(record.tokens, context, record.forward_seconds, calls, steps)
         if requested:
-            seconds += self._observe_drafting(list(requested.values()), record.draft_seconds, calls)
-            if self._hold > 1:
-                self.draft_calls.observe(1, num_steps)
-        elif not drafted and calls < self._plain_calls:  # shorter ones are booked as a loss
-            self.plain_calls.observe(1, num_steps)
+            seconds = self._observe_drafts(record, requested, steps)
+            self._gained = self._decoded(record) - record.num_steps * seconds / plain
+            self._count_drafts(record.num_steps)
+        else:
+            self._observe_plain(record, not (has_prompts or drafted), steps)
+            asking = self._asking.observe(record.draft_seconds / calls / self.slowdown.factor)
+            loss = max(decoding / plain - 1.0, 0.0) + min(asking * calls / plain, 1.0)
+            self._gained = -record.num_steps * loss if plain > 0.0 else 0.0
         self._drafted_last = bool(requested)
         self._widest = max(self._widest, record.tokens)
         self.acceptance.observe(requested, record.requests, steps)
-        self._gained = 0.0
-        if requested and plain > 0.0:
-            accepted = sum(accepted for _, _, accepted in record.requests)
-            # On a GPU calls go on after the end of all rows, which yields nothing.
-            decoded = (num_steps * record.batch_size + accepted) / max(record.batch_size, 1.0)
-            self._gained = decoded - num_steps * seconds / plain
-        elif plain > 0.0:  # choosing and learning take time too, and may end a call
-            loss = max(decoding / plain - 1.0, 0.0) + min(record.draft_seconds / plain, 1.0)
-            self._gained = -num_steps * loss
-        self.account.book(self._gained, num_steps)
-        self._left -= num_steps
-        self._plain_age += num_steps
-        self._count_tries(record, bool(requested), predicted)
+        self.account.book(self._gained, record.num_steps)
+        self._left -= record.num_steps
+        self._plain_age += record.num_steps
 
-    def _observe_drafting(self, depths: list[int], seconds: float, calls: float) -> float:
-        """Learn what drafts of these depths took, and return it without what is an outlier.
+    @staticmethod
+    def _decoded(record: StepRecord) -> float:
+        """Tokens per row. On a GPU calls go on after the end of all rows, which yields nothing."""
+        accepted = sum(accepted for _, _, accepted in record.requests)
+        num_rows = record.num_steps * record.batch_size
+        return (num_rows + accepted) / max(record.batch_size, 1.0)
+
+    def _observe_plain(self, record: StepRecord, decodes: bool, steps: int) -> None:
+        """Learn from steps for which no drafts were requested; ``decodes``: they only decode."""
+        calls = 1.0 / record.num_steps
+        predicted = self.forward.predict(record.tokens, record.context, calls)
+        predicted *= self.slowdown.factor
+        if decodes:
+            self._observe_slowdown(record.tokens, record.context, record.forward_seconds, calls)
+        if decodes and calls < self._plain_calls:  # shorter ones are booked as a loss
+            self.plain_calls.observe(1, record.num_steps)
+        seconds = record.forward_seconds / self.slowdown.factor
+        self.forward.observe(record.tokens, record.context, seconds, calls, steps)
+        self.drafting.age(record.num_steps)
+        if self._drafting:
+            limit = max(SURPRISE, USUALS * self.forward.usual) * predicted
+            self._checks.tried(news=abs(record.forward_seconds - predicted) > limit)
+        else:
+            self._probes.wait(record.num_steps)
+
+    def _observe_slowdown(
+        self, tokens: float, context: float, seconds: float, calls: float
+    ) -> None:
+        """A step of a call of plain decodes took so long. Only what is known well shows a slowdown:
+        at first the model is wrong.
+        """
+        known = self.forward.settled
+        ratio = seconds / self.forward.predict(tokens, context, calls) if known else 1.0
+        self.slowdown.observe_plain(ratio, self._drafting and self.account.open)
+
+    def _observe_drafts(self, record: StepRecord, requested: dict[int, int], steps: int) -> float:
+        """Learn from steps with drafts; returns the seconds of one that are believed."""
+        num_nodes = record.tokens - record.batch_size
+        context = record.context + self._node_context * num_nodes * self._context
+        calls, factor = 1.0 / record.num_steps, self.slowdown.factor
+        depths = list(requested.values())
+        expected = self.forward.predict(record.tokens, context, calls)
+        expected += self.drafting.predict((1.0, max(depths), sum(depths), calls))
+        seconds = record.forward_seconds
+        self.forward.observe(record.tokens, context, seconds / factor, calls, steps)
+        if self._hold > 1:
+            self.draft_calls.observe(1, record.num_steps)
+        if self._observe_drafting(depths, record.draft_seconds / factor, calls):
+            seconds += record.draft_seconds
+        believed = self.slowdown.observe_drafted(seconds / expected)
+        return believed * expected
+
+    def _observe_drafting(self, depths: list[int], seconds: float, calls: float) -> bool:
+        """Learn what drafts of these depths took; returns False for the first one, which sets
+        things up.
 
         Of a probe made twice only the second one is learned from: after plain steps the code and
         data of drafting are out of the processor's caches. Of several steps in a call most are not.
         """
         is_first = calls == 1.0 and (self._again is not None or self._drafting)
         if is_first and not self._drafted_last and self.drafting.ready:
-            return seconds
-        usual = self.drafting.observe((1.0, max(depths), sum(depths), calls), seconds)
-        return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
+            return True
+        self.drafting.observe((1.0, max(depths), sum(depths), calls), seconds)
+        return self.drafting.observations > 1
+
+    def _count_drafts(self, num_steps: int) -> None:
+        if self._drafting:
+            self._probes.tried(news=True)
+            self._checks.wait(num_steps)
+            if self.slowdown.is_doubtful and self.forward.settled:
+                self._checks.hasten()
+        elif self._again is None:  # a probe may take two steps
+            self._probes.tried(news=self._hopeful or (self._is_trial and self._gained > 0.0))
 
     def hold(self) -> float:
         """While it drafts, what is left of the choice and before a check; while it does not, this
@@ -531,25 +596,26 @@ class Goodput:
         if steps.tokens:
             size = steps.num_decodes
             calls, seconds = steps.num_calls / size, steps.seconds / size
-            self.forward.observe(steps.tokens / size, steps.context / size, seconds, calls)
+            tokens, context = steps.tokens / size, steps.context / size
+            self._observe_slowdown(tokens, context, seconds, calls)
+            self.forward.observe(tokens, context, seconds / self.slowdown.factor, calls)
             self.plain_calls.observe(steps.num_calls, size)
         self.account.book(0.0, steps.num_steps)
         self._probes.wait(steps.num_steps)
         self.draft_calls.age(steps.num_steps)
+        self.drafting.age(steps.num_steps)
         self._plain_age = 0
         self._left -= steps.num_steps
         self._num_skipped += steps.num_steps
 
-    def _count_tries(self, record: StepRecord, drafted: bool, predicted: float) -> None:
-        if not self._drafting:
-            if not drafted:
-                self._probes.wait(record.num_steps)
-            elif self._again is None:  # it may take two steps
-                self._probes.tried(news=self._hopeful or (self._is_trial and self._gained > 0.0))
-        elif drafted:
-            self._probes.tried(news=True)
-            self._checks.wait(record.num_steps)
-        else:
-            limit = max(SURPRISE, USUALS * self.forward.usual) * predicted
-            news = abs(record.forward_seconds - predicted) > limit
-            self._checks.tried(news)
+    def age(self, num_steps: int) -> None:
+        """Let all that was learned age by steps of other batches."""
+        self.acceptance.age(num_steps)
+        self.forward.age(num_steps)
+        self.drafting.age(num_steps)
+        self.draft_calls.age(num_steps)
+        self.slowdown.forget()
+        self._probes.wait(num_steps)
+        self._checks.wait(num_steps)
+        self._plain_age += num_steps
+        self._left -= num_steps

@@ -6,11 +6,16 @@ times the usual one, so that an outlier moves little. And along each axis a litt
 never forgotten, so that a thousand steps of one kind neither erase the others nor leave the fit
 dominated by the next step.
 
+``age`` discounts what was learned by the steps that have passed without an observation, so a time
+that was measured long ago, while something else ran perhaps, gives way to the next one.
+
 ``ForwardLatency`` is the time of a step with one forward of the target: c0 + c1 tokens + c2 context
 + c3 calls where a size was not measured. Of n steps that are one call of the engine, each is 1/n of
 a call; the last term is what the host does around each. Processors are not linear: the time is flat
 until their units are busy and jumps at tile borders. So a measurement outweighs the model at its
 size and, in proportion, between measured sizes, for as long as it is recent.
+
+``Slowdown`` is what other processes on the machine do to all of these times alike.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ SETTLED, EVERY = 32, 4
 """After this many observations only one in ``EVERY`` is used for the fit, to save time."""
 LEAST_RESIDUAL, FIRST_RESIDUAL = 0.01, 0.2
 """Relative: what is usual at least, and what is taken for usual at first."""
+AGE_KEEPS = 0.998
+"""Weight that the fit keeps per step without an observation."""
 LEAST_PREDICTED = 1 / 8
 """Of the typical seconds: errors are relative to at least that."""
 
@@ -55,6 +62,7 @@ class LinearLatency:
         self._information = np.zeros((len(shares), len(shares)))
         self._usual = FIRST_RESIDUAL
         self._typical = 0.0  # seconds
+        self._weight = 0.0  # of all observations that the fit is based on
         self._waiting: list[tuple[Vector, float]] = []
         self.observations = 0
         self._free: Vector = np.zeros(len(shares))  # the fit before what is below 0 is forbidden
@@ -85,6 +93,19 @@ class LinearLatency:
             self._start()
         return least
 
+    def age(self, num_steps: float) -> None:
+        """Let what was learned age by steps without an observation.
+
+        What is left weighs as much as one observation, so the next one moves the fit by half, and
+        what is taken for an outlier is as it was at first.
+        """
+        left = AGE_KEEPS**num_steps
+        if self._weight > 1.0:
+            kept = max(left, 1.0 / self._weight)
+            self._information *= kept
+            self._weight *= kept
+        self._usual = max(self._usual, (1.0 - left) * FIRST_RESIDUAL)
+
     def _start(self) -> None:
         """Fit to the median of the first observations, then to the others."""
         first = sorted(self._waiting, key=lambda sample: sample[1])
@@ -105,11 +126,13 @@ class LinearLatency:
         usual = predicted * (1.0 + self._clipped(seconds / predicted - 1.0))
         clipped = self._clipped((seconds - free) / predicted)
         self._typical += 0.1 * (usual - self._typical)
-        if self.observations > SETTLED and self.observations % EVERY:
+        is_known = self.observations > SETTLED and self._weight > FIRST
+        if is_known and self.observations % EVERY:
             return usual
         self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
         row = np.asarray(terms, np.float64) / predicted
         self._information *= 1.0 - self._forgotten
+        self._weight = (1.0 - self._forgotten) * self._weight + 1.0
         self._information += row[:, None] * row
         self._information.flat[:: len(row) + 1] += self._forgotten * KEPT * row * row
         self._free = self._free + np.linalg.solve(self._information, row) * clipped
@@ -134,6 +157,96 @@ class LinearLatency:
             fitted = np.zeros_like(self._free)
             fitted[allowed] = np.linalg.solve(self._information[np.ix_(allowed, allowed)], target)
         return fitted
+
+
+RECENT = 3
+"""Calls of which the median counts, so that a pause of the machine in one of them does not."""
+UNEXPECTED = 1.1
+"""How many times as slow as before drafts must be for their slowness to be put to the test."""
+MUCH_FASTER = 1.5
+"""How many times as fast: other processes may have ended."""
+
+
+FIRST_RATIO = 2.0
+"""Most that is believed of the first call with drafts, of which a pause cannot be told."""
+
+
+class RecentMedian:
+    """The median of the last few values, the lower one of two."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def value(self) -> float | None:
+        """None where nothing was observed."""
+        values = sorted(self._values)
+        return values[(len(values) - 1) // 2] if values else None
+
+    def observe(self, value: float) -> float:
+        """Record a value; returns the median."""
+        self._values.append(value)
+        return sorted(self._values)[(len(self._values) - 1) // 2]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all values."""
+        self._values = deque((factor * value for value in self._values), maxlen=RECENT)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._values.clear()
+
+
+class Slowdown:
+    """How many times as long as predicted everything takes, as other processes run.
+
+    Plain steps alone show it. While there are drafts, plain steps are rare; then it is what a plain
+    step shows as far as drafts or the plain steps before it agree, so that neither drafts that
+    become dearer nor a pause in one plain step are taken for it. Drafts that become slower, or much
+    faster, are believed only after a plain step has been made since.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        """Measured over predicted seconds."""
+        self.is_doubtful = False
+        """Whether drafts took another time than before, and no plain step was made since."""
+        self._plain, self._drafted = RecentMedian(), RecentMedian()
+        self._believed: float | None = None  # of drafts, relative to the factor
+
+    def observe_plain(self, ratio: float, is_drafting: bool) -> None:
+        """Record measured over predicted seconds of a call without drafts."""
+        is_first = self._plain.value is None
+        usual = self._plain.observe(ratio)
+        self._believed, self.is_doubtful = None, False
+        if not is_drafting:
+            self.factor = usual
+        elif (drafted := self._drafted.value) is not None:
+            before = self.factor
+            for witness in (drafted * before, before if is_first else usual):
+                low, high = sorted((ratio, witness))
+                self.factor = min(max(self.factor, low), high)
+            self._drafted.scale(before / self.factor)
+
+    def observe_drafted(self, ratio: float) -> float:
+        """Record measured over predicted seconds of a call with drafts; returns what is believed,
+        relative to the factor.
+        """
+        is_first = self._drafted.value is None
+        usual = self._drafted.observe(ratio / self.factor)
+        if is_first:
+            return min(usual, FIRST_RATIO)
+        if self._believed is None:
+            self._believed = usual
+        change = usual / self._believed
+        self.is_doubtful = not 1.0 / MUCH_FASTER < change < UNEXPECTED
+        return self._believed if self.is_doubtful else usual
+
+    def forget(self) -> None:
+        """What was measured is long ago."""
+        self._plain.clear()
+        self._drafted.clear()
+        self._believed, self.is_doubtful = None, False
 
 
 Array = NDArray[np.float64]
@@ -229,17 +342,26 @@ class ForwardLatency:
         self._measure(tokens, context, calls, seconds)
         return seconds
 
+    def age(self, num_steps: int) -> None:
+        """Let what was measured age by steps without an observation."""
+        self._step += num_steps
+        self.linear.age(num_steps)
+        left = AGE_KEEPS**num_steps
+        self._usual = max(self._usual, (1.0 - left) * FIRST_RESIDUAL)
+
     def _measure(self, tokens: float, context: float, calls: float, seconds: float) -> None:
         size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
         if self._step - self._steps[size] > FRESH:
             self._windows[size] = deque(maxlen=WINDOW)
         window = self._windows[size]
+        while window and self._step - window[0][-1] > FRESH:
+            window.popleft()
         if len(window) == WINDOW and self._step - self._steps[size] < EVERY:
             return
         self._steps[size] = self._step
-        window.append((seconds, tokens, context, calls))
-        excess = sorted(window, key=lambda sample: sample[0] / self._line(*sample[1:]))
-        self._medians[:, size] = excess[len(window) // 2]
+        window.append((seconds, tokens, context, calls, self._step))
+        excess = sorted(window, key=lambda sample: sample[0] / self._line(*sample[1:4]))
+        self._medians[:, size] = excess[len(window) // 2][:4]
         self._num_measured += 1
         if self.ready and (self._num_measured < SETTLED or self._num_measured % EVERY == 0):
             self._compare()

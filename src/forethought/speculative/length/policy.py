@@ -135,6 +135,9 @@ class LengthPolicy(Protocol):
         At most as many as ``skip`` has returned, or that of another policy of the same drafter.
         """
 
+    def age(self, num_steps: int) -> None:
+        """Steps have passed in batches that other policies have chosen for."""
+
 
 class FixedLength:
     """As long as each request allows."""
@@ -158,6 +161,9 @@ class FixedLength:
 
     def skipped(self, steps: SkippedSteps) -> None:
         """Nothing to count."""
+
+    def age(self, num_steps: int) -> None:
+        """Nothing was learned."""
 
 
 class Shortest:
@@ -212,6 +218,11 @@ class Shortest:
         """Passed on to all policies."""
         for policy in self._policies:
             policy.skipped(steps)
+
+    def age(self, num_steps: int) -> None:
+        """Passed on to all policies."""
+        for policy in self._policies:
+            policy.age(num_steps)
 
 
 class Schedule:
