@@ -99,12 +99,12 @@ class LinearLatency:
         What is left weighs as much as one observation, so the next one moves the fit by half, and
         what is taken for an outlier is as it was at first.
         """
-        left = AGE_KEEPS**num_steps
+        discount = AGE_KEEPS**num_steps
         if self._weight > 1.0:
-            kept = max(left, 1.0 / self._weight)
-            self._information *= kept
-            self._weight *= kept
-        self._usual = max(self._usual, (1.0 - left) * FIRST_RESIDUAL)
+            factor = max(discount, 1.0 / self._weight)
+            self._information *= factor
+            self._weight *= factor
+        self._usual = max(self._usual, (1.0 - discount) * FIRST_RESIDUAL)
 
     def _start(self) -> None:
         """Fit to the median of the first observations, then to the others."""
@@ -200,8 +200,8 @@ class RecentMedian:
 class Slowdown:
     """How many times as long as predicted everything takes, as other processes run.
 
-    Plain steps alone show it. While there are drafts, plain steps are rare; then it is what a plain
-    step shows as far as drafts or the plain steps before it agree, so that neither drafts that
+    Plain steps alone show it. While there are drafts, plain steps are rare; then a plain step
+    moves it no further than to what drafts, or the plain steps before it, show: neither drafts that
     become dearer nor a pause in one plain step are taken for it. Drafts that become slower, or much
     faster, are believed only after a plain step has been made since.
     """
@@ -346,8 +346,8 @@ class ForwardLatency:
         """Let what was measured age by steps without an observation."""
         self._step += num_steps
         self.linear.age(num_steps)
-        left = AGE_KEEPS**num_steps
-        self._usual = max(self._usual, (1.0 - left) * FIRST_RESIDUAL)
+        discount = AGE_KEEPS**num_steps
+        self._usual = max(self._usual, (1.0 - discount) * FIRST_RESIDUAL)
 
     def _measure(self, tokens: float, context: float, calls: float, seconds: float) -> None:
         size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
