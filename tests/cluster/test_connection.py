@@ -207,7 +207,7 @@ def test_an_answer_that_cannot_be_read_ends_its_replica_alone(inbox: Inbox[str])
     assert answer == "sense"
 
 
-def test_whoever_does_not_know_the_secret_is_not_served(
+def test_a_client_without_the_secret_is_not_served(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "HELLO_SECONDS", 0.1)

@@ -17,12 +17,12 @@ from forethought.speculative.length import length_policy
 from forethought.speculative.length.acceptance import AcceptanceEstimate
 from forethought.speculative.length.by_batch_size import ByBatchSize
 from forethought.speculative.length.gate import AcceptanceGate
-from forethought.speculative.length.goodput import (
+from forethought.speculative.length.goodput import Goodput
+from forethought.speculative.length.loss_budget import (
     ALLOWANCE,
     CREDIT,
     DEBT,
     SAVINGS,
-    Goodput,
     LossBudget,
 )
 from forethought.speculative.length.policy import (

@@ -94,9 +94,9 @@ def _may_be_router(gate: Any) -> bool:
 
 def _router_of(block: nn.Module, gate: Any) -> NativeRouter | None:
     """Of the settings in question, those that come closest to the module; None: none are close."""
-    given = getattr(block, "expert_bias", None)  # LFM2's block hands it to its router
-    arguments = () if given is None else (given,)
-    bias: Tensor | None = getattr(gate, "e_score_correction_bias", given)
+    block_bias = getattr(block, "expert_bias", None)  # LFM2's block hands it to its router
+    arguments = () if block_bias is None else (block_bias,)
+    bias: Tensor | None = getattr(gate, "e_score_correction_bias", block_bias)
     bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
     num_experts, hidden = gate.weight.shape
     x = torch.arange(TRIAL_TOKENS * hidden, dtype=torch.float32).sin().view(-1, hidden)
@@ -112,8 +112,8 @@ def _router_of(block: nn.Module, gate: Any) -> NativeRouter | None:
 
 
 def _settings_of(gate: Any) -> Iterator[dict[str, Any]]:
-    known = getattr(gate, "norm_topk_prob", None)
-    for renormalise in (False, True) if known is None else (bool(known),):
+    norm_topk_prob = getattr(gate, "norm_topk_prob", None)
+    for renormalise in (False, True) if norm_topk_prob is None else (bool(norm_topk_prob),):
         yield {"scoring": SOFTMAX, "renormalise": renormalise}
         for epsilon in EPSILONS:
             yield {

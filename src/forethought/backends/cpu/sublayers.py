@@ -148,9 +148,8 @@ class NativeSublayers:
 
 
 def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer]:
-    """Of a decoder layer: attention or recurrence, then an MLP or experts, each
-    after a norm; empty: it has
-    other parts.
+    """Of a decoder layer: attention or recurrence, then an MLP or experts, each after a norm;
+    empty: it has other parts.
     """
     children = list(layer.children())
     norms = [child.forward for child in children if isinstance(child.forward, NativeNorm)]

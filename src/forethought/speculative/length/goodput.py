@@ -33,41 +33,8 @@ from forethought.speculative.length.latency import (
     RecentMedian,
     Slowdown,
 )
+from forethought.speculative.length.loss_budget import ALLOWANCE, CREDIT, LossBudget
 from forethought.speculative.length.policy import LengthRequest, SkippedSteps, StepRecord
-
-ALLOWANCE = 0.01
-"""Plain steps granted per step."""
-CREDIT = 4.0
-"""Plain steps that may be lost before anything was gained, and up to which allowances add up."""
-SAVINGS = 64.0
-"""Most plain steps saved up, gains included: a call of long drafts that other prompts reject, or a
-run of bad luck, need not stop what pays."""
-DEBT = 32.0
-"""Most plain steps owed: a dear probe is paid for before the next one, a pause of the whole machine
-is not."""
-
-
-class LossBudget:
-    """Plain steps that may be lost."""
-
-    def __init__(self) -> None:
-        self.balance = CREDIT
-        self._closed = False
-
-    @property
-    def open(self) -> bool:
-        """Whether anything may be spent: not after an overdraft, until half has been saved up."""
-        return not self._closed
-
-    def book(self, gained: float, steps: int = 1) -> None:
-        """Book ``gained`` plain steps, negative for a loss, of ``steps`` steps."""
-        granted = max(min(ALLOWANCE * steps, CREDIT - self.balance), 0.0)
-        self.balance = min(max(self.balance + granted + gained, -DEBT), SAVINGS)
-        if self.balance <= 0.0:
-            self._closed = True
-        elif self.balance >= CREDIT / 2:
-            self._closed = False
-
 
 PRIOR_STEPS = 0.25
 """Steps that what is assumed of calls per step counts for."""
