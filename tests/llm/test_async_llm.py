@@ -715,7 +715,8 @@ def test_a_session_keeps_its_engine_running(direct):
         await session.close()
 
     asyncio.run(main())
-    gc.collect()
+    gc.collect()  # the engine thread may still hold the session's last command
+    wait_until(lambda: direct._borrower is None)
     direct.generate(PROMPTS[0], GREEDY)  # given back with the last session
 
 
