@@ -308,7 +308,7 @@ class GrammarCompiler:
             grammar = _grammar(shape)
         except ValueError as error:
             raise _refuse(shape, str(error)) from error
-        limits = {
+        limits: dict[str, Any] = {
             "verbose_errors": False,
             "max_items_in_row": MAX_ROW_ITEMS,
             "step_max_items": self._max_step_items,
@@ -333,7 +333,7 @@ class GrammarCompiler:
         _check_first_token(shape, constraint)
         return constraint
 
-    def _try(self, shape: GuidedDecodingParams, grammar: str, limits: Mapping[str, int]) -> None:
+    def _try(self, shape: GuidedDecodingParams, grammar: str, limits: Mapping[str, Any]) -> None:
         """Compile it in a process with limits; raises ParameterError where it comes to one."""
         import llguidance
 
