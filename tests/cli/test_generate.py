@@ -50,6 +50,18 @@ def refused(capsys, *options: str, question: str = QUESTION) -> str:
     return err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--method", "majority_vote@99999999999"], "begin too many generations: up to 99,999,999"),
+        (["--method", "dynasor+majority_vote@2000000"], "at most 1,048,576 can be begun"),
+        (["--method", ""], "unknown method ''"),
+    ],
+)
+def test_a_method_that_cannot_run_is_refused_before_a_model_is_loaded(capsys, options, said):
+    assert said in refused(capsys, "--model", "/nowhere", *options)
+
+
 def test_the_answer_is_on_standard_output_and_what_it_cost_on_standard_error(capsys, expected):
     assert generate() == 0
     out, err = capsys.readouterr()

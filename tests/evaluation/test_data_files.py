@@ -115,6 +115,13 @@ def test_a_field_is_found_in_any_case_or_refused_with_the_fields_there_are(tmp_p
         record.text("n")
 
 
+def test_half_of_a_surrogate_pair_is_refused_with_its_place(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1"}\n{"question": "1+\\ud800"}\n')
+    record = read_records(tmp_path / "a.jsonl")[1]
+    with pytest.raises(UsageError, match=r"a\.jsonl:2: 'question' has half of a surrogate pair"):
+        record.text("question")
+
+
 def test_of_a_directory_the_test_split_is_read_in_the_order_of_numbers(tmp_path):
     files(
         tmp_path,

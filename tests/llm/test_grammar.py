@@ -352,6 +352,58 @@ def test_a_definition_of_many_intersections_is_refused_before_it_is_compiled():
     assert follow({"grammar": 'root ::= "he" [' + "&" * 20 + "]"})
 
 
+def slow(shape: dict) -> object:
+    return pytest.param(shape, marks=pytest.mark.slow)
+
+
+STATES = "((.|\\n)*{}(.|\\n){{60}})*"
+"""An expression that follows sixty characters back."""
+
+
+PATTERNS = [{"type": "string", "pattern": f"w{n}(.|\\n)*x"} for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"json": {"type": "integer", "multipleOf": 1_000_033}},
+        slow({"json": '{"type": "integer", "multiple\\u004ff": 1000033}'}),
+        slow({"grammar": 'start: %json {"type": "integer", "multipleOf": 1000033}'}),
+        slow({"grammar": "start: A\nA: " + " & ".join(f"/{STATES.format(c)}/" for c in "abcd")}),
+        slow({"grammar": f"start: A\nA: ~(~/{STATES.format('a{3}')}/ | ~/{STATES.format('b')}/)"}),
+        slow({"json": {"allOf": PATTERNS}}),
+    ],
+    ids=["schema", "escaped", "embedded", "intersection", "negation", "patterns"],
+)
+def test_what_would_compile_for_ever_is_refused_at_a_limit_of_processor_time(shape, monkeypatch):
+    monkeypatch.setattr("forethought.llm.grammar.TRIAL_SECONDS", 1)
+    with pytest.raises(ParameterError, match="takes more than 1 seconds of processor time"):
+        follow(shape, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
+
+
+@pytest.mark.slow
+def test_what_would_take_all_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("forethought.llm.grammar.TRIAL_SECONDS", 3600)
+    monkeypatch.setattr("forethought.llm.grammar.TRIAL_BYTES", 2**20)
+    with pytest.raises(ParameterError, match="or 1 MiB of memory, to be compiled"):
+        follow({"json": {"type": "integer", "multipleOf": 1_000_033}})
+
+
+def test_a_multiple_and_an_intersection_are_kept_to_after_their_trial():
+    sevens = follow({"json": {"type": "integer", "multipleOf": 7}})
+    both = follow({"grammar": "start: A\nA: /[a-z]+/ & /h.*/"})
+    assert EOS in allowed(sevens, ids("14"))
+    assert EOS not in allowed(sevens, ids("15"))
+    assert EOS in allowed(both, ids("he"))
+    assert not allowed(both, []) & {*ids("a"), *ids("1")}
+
+
+@pytest.mark.parametrize("shape", [{"regex": r"[^\s\S]"}, {"json": {"$ref": "#"}}])
+def test_what_allows_no_text_is_refused_in_words(shape):
+    with pytest.raises(ParameterError, match="nothing keeps to it"):
+        follow(shape)
+
+
 @pytest.mark.parametrize("depth", [300, 3000, 100_000])
 def test_a_schema_that_is_nested_too_deeply_is_refused(depth):
     text, nested = '{"items": ' * depth + "{}" + "}" * depth, {}

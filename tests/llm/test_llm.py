@@ -285,6 +285,20 @@ def test_after_shutdown_every_call_says_so():
             call()
 
 
+def test_a_closed_session_cannot_be_forked(llm):
+    session = llm.start("Hello")
+    session.close()
+    with pytest.raises(UsageError, match="cannot fork this sequence: it is closed"):
+        session.fork()
+
+
+def test_a_session_may_outlive_its_llm_and_is_closed_in_silence():
+    llm = build()
+    with llm.start("Hello") as session, session.fork():
+        llm.shutdown()
+    session.close()
+
+
 # --- stream --------------------------------------------------------------------------------------
 
 
@@ -841,7 +855,7 @@ def test_what_a_live_sequence_cannot_do_is_refused(llm):
                 session.generate(params)
         with pytest.raises(UsageError, match="cannot rewind"):
             session.rewind(99)
-        with pytest.raises(UsageError, match="cannot fork"):
+        with pytest.raises(UsageError, match=r"cannot fork.*length 99 is not between 1 and its"):
             session.fork(99)
         with pytest.raises(ContextLengthError):
             session.extend([5] * 300)

@@ -54,6 +54,22 @@ def test_methods_of_ones_own_are_given_as_module_and_class():
     assert type(methods.create(spec)) is DynasorGenerationController
 
 
+@pytest.mark.parametrize("name", ["os:system", "json:loads", "builtins:dict", "math:pi"])
+def test_what_is_no_method_is_refused_and_never_called(name):
+    with pytest.raises(UsageError, match=f"'{name}' is no method: it is .*derives from"):
+        methods.create(name, command="exit 1")
+    with pytest.raises(UsageError, match="is no method"):
+        methods.describe(name)
+
+
+@pytest.mark.parametrize("name", [":Thing", "..nowhere:Thing", "broken_module:Thing"])
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(name, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=f"cannot load method '{name}': .*Error: "):
+        methods.create(name)
+
+
 def test_mistakes_name_what_is_allowed():
     with pytest.raises(UnknownNameError, match="did you mean 'dynasor'"):
         methods.create("dynasour")

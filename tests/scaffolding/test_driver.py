@@ -155,6 +155,14 @@ def test_an_unknown_worker_tag_names_those_there_are():
         answer(Play(play), ScriptedWorker())
 
 
+def test_a_task_without_a_worker_tag_is_told_how_to_get_one():
+    def play():
+        yield [GenerationTask(input_str="p")]
+
+    with pytest.raises(WorkerTagError, match=r"a task has no worker_tag.*Set task\.worker_tag"):
+        answer(Play(play), ScriptedWorker())
+
+
 def test_a_users_mistake_found_by_a_worker_is_raised_as_it_is():
     with pytest.raises(UsageError, match="the script has no answer"):
         answer(NativeGenerationController(), ScriptedWorker({"q": "a"}))

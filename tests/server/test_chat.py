@@ -412,6 +412,10 @@ def test_a_field_that_cannot_be_honoured_is_named(
         {"max_tokens": 3, "max_completion_tokens": 4},
         {"top_logprobs": 3},
         {"logit_bias": {"x": 1.0}},
+        {"logit_bias": {"-1": 1.0}},
+        {"logit_bias": {"5": -100.0, "05": 100.0}},  # one token twice
+        {"logit_bias": {" 5": 1.0}},
+        {"logit_bias": {"\u0665": 1.0}},  # a digit that is not ASCII
         {"tool_choice": "required"},
         {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
         {"tools": [ADD, ADD]},

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from forethought.server.http import EventStream, LastEvents
 from forethought.server.settings import Settings
@@ -408,6 +409,16 @@ def test_texts_become_tokens_and_back(server: Served) -> None:
 def test_the_schema_of_the_api_can_be_read(server: Served) -> None:
     paths = server.send("/openapi.json").json["paths"]
     assert {CHAT, "/v1/completions", "/v1/responses", "/v1/models"} <= set(paths)
+
+
+def test_the_schema_of_the_api_is_not_made_on_the_event_loop(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def openapi(app: FastAPI) -> dict[str, bool]:
+        return {"on_loop": asyncio._get_running_loop() is not None}
+
+    monkeypatch.setattr(FastAPI, "openapi", openapi)
+    assert server.send("/openapi.json").json == {"on_loop": False}
 
 
 def test_metrics_count_requests(server: Served) -> None:

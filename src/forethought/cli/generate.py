@@ -39,7 +39,12 @@ from forethought.cli.judge import (
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.evaluation.problems import user_prompt
-from forethought.methods.stack import refuse_greedy_samples, split, stack
+from forethought.methods.stack import (
+    refuse_greedy_samples,
+    refuse_too_many_generations,
+    split,
+    stack,
+)
 from forethought.saved_file import check_file
 from forethought.scaffolding.controller import Controller, NativeRewardController
 
@@ -66,10 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate."""
     params = sampling_of(args)
-    check_judge(args, [args.method or "plain"], parse_settings(args.set))
+    check_judge(args, [_spec(args)], parse_settings(args.set))
     stand_in = NativeRewardController() if wants_judge(args) else None
     # Both are checked before a model is loaded.
-    refuse_greedy_samples(_method(args, {}, stand_in), args.temperature)
+    controller = _method(args, {}, stand_in)
+    refuse_too_many_generations(controller)
+    refuse_greedy_samples(controller, args.temperature)
     check_reward_model(args.reward_model)
     question = _question(args.prompt)
     if args.raw and args.system:
@@ -90,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         with closing(respondent), write:
             answer = respondent.answer(prompt, params, write, question)
     if args.json:
-        report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
+        report = {**answer.to_dict(), "method": _spec(args), "model": chosen.name}
         print(json.dumps(report, ensure_ascii=False))
     else:
         _write("" if answer.text.endswith("\n") else "\n")
@@ -137,11 +144,16 @@ def _question(prompt: str) -> str:
     return question
 
 
+def _spec(args: argparse.Namespace) -> str:
+    """The method as it is written; plain decoding where none is named."""
+    return "plain" if args.method is None else str(args.method)
+
+
 def _method(
     args: argparse.Namespace, params: dict[str, Any], judging: NativeRewardController | None
 ) -> Controller:
     """The chosen method; by default plain decoding, which is greedy unless sampling is set."""
-    spec = args.method or "plain"
+    spec = _spec(args)
     settings = with_samples(spec, parse_settings(args.set))
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)

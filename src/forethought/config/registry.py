@@ -65,14 +65,15 @@ class Registry:
         if target is None:
             raise UnknownNameError(self.kind, spec, self.names())
         module, _, name = target.partition(":")
-        try:
+        try:  # an empty or a relative name of a module is a ValueError or a TypeError
             return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # the user's own module may raise anything
             if spec in self._table:
                 raise
+            is_missing = isinstance(error, ImportError | AttributeError)
             raise UsageError(
                 f"cannot load {self.kind} {spec!r}",
-                str(error),
+                str(error) if is_missing else f"{type(error).__name__}: {error}",
                 "Write it as module:Name, with the module on the import path",
             ) from error
 

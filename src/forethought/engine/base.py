@@ -365,11 +365,15 @@ class BaseEngine(ABC):
     def _fork_length(sequence: Sequence, length: int | None) -> int:
         """Of a fork at ``length``, by default at the end. UsageError if it cannot be."""
         length = len(sequence.tokens) if length is None else length
-        if sequence.status is Status.CLOSED or not 0 < length <= len(sequence.tokens):
+        if sequence.status is Status.CLOSED:
+            raise UsageError(
+                "cannot fork this sequence", "it is closed", "Fork it before it is closed"
+            )
+        if not 0 < length <= len(sequence.tokens):
             raise UsageError(
                 "cannot fork this sequence",
-                f"it is {sequence.status.value} with {len(sequence.tokens)} tokens, not {length}",
-                "Fork a live sequence at one of its own lengths",
+                f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
+                "Fork it at a length that it has had",
             )
         return length
 

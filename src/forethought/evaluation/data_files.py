@@ -65,6 +65,8 @@ class Record:
             self.refuse(f"it has no {names}", f"Fields that it has: {has}")
         if not isinstance(value, str) or not value.strip():
             self.refuse(f"{names} is {value!r}", "It has to be text")
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            self.refuse(f"{names} has half of a surrogate pair", "It has to be Unicode text")
         return value
 
     def refuse(self, why: str, fix: str) -> NoReturn:

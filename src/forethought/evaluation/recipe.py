@@ -8,7 +8,12 @@ from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.methods.stack import SAMPLES as _SAMPLES
-from forethought.methods.stack import refuse_greedy_samples, split, stack
+from forethought.methods.stack import (
+    refuse_greedy_samples,
+    refuse_too_many_generations,
+    split,
+    stack,
+)
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.worker import Worker
@@ -81,6 +86,7 @@ def recipe(
     if max_tokens is not None:
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
+    refuse_too_many_generations(controller)
     refuse_greedy_samples(controller, params["temperature"])
     plain = {
         name: value for name, value in all_settings.items() if not isinstance(value, Controller)

@@ -19,13 +19,16 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -61,8 +64,12 @@ MAX_INTERSECTIONS = 16
 STACK_BYTES = 512 * 2**20
 """Address space of a compiling thread's stack. llguidance recurses along chains of references; a
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
+TRIAL_SECONDS, TRIAL_BYTES = 5, 2**30
+"""Processor time and memory of the process in which a grammar is tried that may take for ever."""
 EXIT_SECONDS = 10.0
 """How long the end of the program waits for grammars that are being compiled."""
+MANY_PATTERNS = 8
+"""Of a schema that is tried first. Those that one string has to match are intersected."""
 MAX_ROW_ITEMS = 2_000
 """Alternatives that a grammar may have open at once. The time for a mask grows with them, and masks
 are computed between the steps of all requests. A choice, and an enum of strings, count as one."""
@@ -301,12 +308,14 @@ class GrammarCompiler:
             grammar = _grammar(shape)
         except ValueError as error:
             raise _refuse(shape, str(error)) from error
-        limits = LLParserLimits(
-            verbose_errors=False,
-            max_items_in_row=MAX_ROW_ITEMS,
-            step_max_items=self._max_step_items,
-        )
-        start = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        limits: dict[str, Any] = {
+            "verbose_errors": False,
+            "max_items_in_row": MAX_ROW_ITEMS,
+            "step_max_items": self._max_step_items,
+        }
+        if _may_take_for_ever(shape, grammar):
+            self._try(shape, grammar, limits)
+        start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**limits))
         if start.is_error():
             raise _refuse(shape, _reason(read_error(start)))
         ends = frozenset() if ignore_eos else self._eos_ids
@@ -323,6 +332,33 @@ class GrammarCompiler:
             raise _refuse(shape, "only the empty output keeps to it")
         _check_first_token(shape, constraint)
         return constraint
+
+    def _try(self, shape: GuidedDecodingParams, grammar: str, limits: Mapping[str, Any]) -> None:
+        """Compile it in a process with limits; raises ParameterError where it comes to one."""
+        import llguidance
+
+        hf, ends = self._end_tokens
+        request = {
+            "tokenizer": hf.backend_tokenizer.to_str(),
+            "ends": ends or [hf.eos_token_id],
+            "grammar": grammar,
+            "limits": limits,
+            "stack_bytes": STACK_BYTES,
+            "memory_bytes": TRIAL_BYTES,
+            "processor_seconds": TRIAL_SECONDS,
+        }
+        command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_trial.py"))]
+        command.append(str(Path(str(llguidance.__file__)).parents[1]))
+        trial = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True)
+        if trial.returncode < 0:
+            raise _refuse(
+                shape,
+                f"it takes more than {TRIAL_SECONDS} seconds of processor time, or "
+                f"{TRIAL_BYTES // 2**20:,} MiB of memory, to be compiled",
+            )
+        if trial.returncode:
+            last_line = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RequestError("the grammar cannot be compiled", f"its trial failed: {last_line}")
 
     @property
     def _tokens(self) -> Any:
@@ -341,12 +377,18 @@ class GrammarCompiler:
                 f"this model's is a {type(self._hf).__name__}",
                 "Convert it, so that its directory has a tokenizer.json",
             )
+        hf, ends = self._end_tokens
+        return from_tokenizer(hf, eos_token=ends or None)
+
+    @functools.cached_property
+    def _end_tokens(self) -> tuple[Any, list[int]]:
+        """The tokenizer for llguidance, and the tokens of ours that end an output."""
         hf, size = self._hf, max(self._hf.get_vocab().values()) + 1
         ends = sorted(token for token in self._eos_ids if token < size)
         if not ends and hf.eos_token_id is None:  # llguidance does not work without one
             hf = copy.deepcopy(hf)
             hf.add_special_tokens({"eos_token": "<|end of output|>"})
-        return from_tokenizer(hf, eos_token=ends or None)
+        return hf, ends
 
     def _pack(self, ids: Iterable[int]) -> Bits:
         bits = np.zeros(self._vocab_size, np.bool_)
@@ -385,6 +427,15 @@ def _check_intersections(grammar: str) -> None:
             )
 
 
+def _may_take_for_ever(shape: GuidedDecodingParams, grammar: str) -> bool:
+    """Whether it has what llguidance's own limits do not bound: an automaton of all remainders of
+    ``multipleOf``, and those of intersected expressions, of all combinations of their states.
+    """
+    if shape.grammar is not None:  # a negated alternative of negations is an intersection, too
+        return any(sign in grammar for sign in ("&", "~", "%json"))
+    return "multipleOf" in grammar or grammar.count('"pattern"') >= MANY_PATTERNS
+
+
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
 """Strings, comments and regular expressions of Lark's notation."""
 _DEFINITION = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
@@ -417,6 +468,10 @@ def _reason(error: str) -> str:
         return f"it is nested too deeply: {error}"
     if "too big" in error or "too many expressions" in error:
         return f"it is too large to be compiled: {error}"
+    if "lexer precomputation failed" in error or "fuel exhausted" in error:
+        return "it is too large to be compiled: its expressions have too many states"
+    if "NoExtensionBias" in error:
+        return "nothing keeps to it: it allows no text, or its references lead to themselves alone"
     return error
 
 

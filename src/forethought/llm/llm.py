@@ -522,9 +522,9 @@ class Session:
         return store.save(name, saved)
 
     def close(self) -> None:
-        """Free the pages. Closing twice is fine."""
+        """Free the pages. Closing twice is fine, and so is closing after the ``LLM``'s shutdown."""
         if self._finalizer.alive:
-            with self._llm._exclusive() as frontend:
+            with contextlib.suppress(EngineStopped), self._llm._exclusive() as frontend:
                 self._finalizer.detach()
                 frontend.close(self._sequence)
 

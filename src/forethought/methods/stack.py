@@ -18,6 +18,8 @@ from forethought.scaffolding.controller import Controller
 _INNER = "generation_controller"
 SAMPLES = "default_sample_num"
 """Name of the parameter that ``name@N`` sets: how many samples a method draws."""
+MAX_GENERATIONS = 1 << 20
+"""Of one prompt at the command line; a server allows fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,18 @@ def _parameters(stacked: Sequence[StackedMethod]) -> dict[str, Any]:
     for method in stacked:
         parameters |= method.parameters
     return parameters
+
+
+def refuse_too_many_generations(controller: Controller) -> None:
+    """Raises ParameterError for a method that could begin more than ``MAX_GENERATIONS``: these are
+    not even made before the memory ends.
+    """
+    if (count := controller.num_generations()) > MAX_GENERATIONS:
+        raise ParameterError(
+            "the method would begin too many generations",
+            f"up to {count:,}, and at most {MAX_GENERATIONS:,} can be begun for a prompt",
+            "Ask for fewer samples, branches or steps",
+        )
 
 
 def refuse_greedy_samples(controller: Controller, temperature: float | None) -> None:

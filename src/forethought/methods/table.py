@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forethought.config.registry import Registry
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.settings import REQUIRED, Setting, settings_of
 
 if TYPE_CHECKING:
@@ -139,8 +139,12 @@ class MethodTable:
         return self._registry.names()
 
     def resolve(self, name: str) -> Callable[..., Controller]:
-        """The class of a method; raises ``UnknownNameError`` for an unknown name."""
+        """The class of a method.
+
+        Raises ``UnknownNameError`` for an unknown name, ``UsageError`` for what is no method.
+        """
         method: Callable[..., Controller] = self._registry.resolve(name)
+        _check_method(method, name)
         return method
 
     def describe(self, name: str) -> Method:
@@ -160,6 +164,7 @@ class MethodTable:
             ParameterError: a setting that the method does not have, or one that is missing.
         """
         method = self._registry.resolve(spec)
+        _check_method(method, spec)
         if not callable(method):
             if settings:
                 raise ParameterError.unknown("a finished controller", settings, ())
@@ -208,6 +213,22 @@ class MethodTable:
                 param=parameter,
             )
         return self.create(method, **settings)
+
+
+def _check_method(method: Any, name: Any) -> None:
+    """Raises UsageError for a ``"module:Name"`` that is no controller and no class of one, so that
+    nothing else is ever called.
+    """
+    from forethought.scaffolding.controller import Controller
+
+    if not (isinstance(name, str) and ":" in name) or isinstance(method, Controller):
+        return
+    if not (isinstance(method, type) and issubclass(method, Controller)):
+        raise UsageError(
+            f"{name!r} is no method",
+            f"it is {method!r:.80}",
+            "Name a class that derives from forethought.scaffolding.Controller",
+        )
 
 
 @functools.lru_cache(_DESCRIBED)

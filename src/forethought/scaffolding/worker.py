@@ -123,6 +123,12 @@ class Routes:
     def find(self, tag: Any) -> Worker:
         """The worker for ``tag``; raises ``WorkerTagError`` if there is none."""
         worker = self._only or self.by_tag.get(tag) or self._by_value.get(_value(tag))
+        if worker is None and tag is None:
+            raise WorkerTagError(
+                "a task has no worker_tag",
+                "its worker is chosen by that",
+                "Set task.worker_tag, such as NativeGenerationController.WorkerTag.GENERATION",
+            )
         if worker is None:
             tags = ", ".join(sorted(repr(value) for value in self._by_value))
             raise WorkerTagError(

@@ -108,7 +108,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        openapi_url="/openapi.json",
+        openapi_url=None,  # FastAPI would make it on the event loop
     )
     app.state.settings = chosen
     _add_bodies(app)
@@ -348,6 +348,12 @@ def _add_monitoring(app: FastAPI) -> None:
     async def version() -> dict[str, str]:
         """The version of this server."""
         return {"version": __version__}
+
+    @app.get("/openapi.json", response_model=None, include_in_schema=False)
+    async def schema(request: Request) -> Response:
+        """The schema of the API; it is made once, which takes a while."""
+        tenant = request.state.caller.tenant
+        return JSONResponse(await service_of(request).workers.run(app.openapi, tenant, SMALL + 1))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:

@@ -8,6 +8,7 @@ not listed is refused by name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -86,6 +87,14 @@ def _object(arguments: str) -> str:
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _token_key(key: str) -> str:
+    if not re.fullmatch("0|[1-9][0-9]{0,18}", key):
+        raise ValueError(f'{key!r:.40} is no token id, which is written as in "42"')
+    return key
+
+
 Text = Annotated[str, Field(min_length=0)]
 """Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
 ArgumentsText = Annotated[Text, AfterValidator(_shallow_text), AfterValidator(_object)]
@@ -94,6 +103,8 @@ Ids = Annotated[list[Count], Field(fail_fast=True)]
 Free = Annotated[dict[Text, Any], AfterValidator(_shallow)]
 """Any JSON object."""
 Few = Annotated[Free, Field(max_length=64)]
+TokenKey = Annotated[Text, AfterValidator(_token_key)]
+"""A token id as the key of an object; each has one way to be written."""
 Stop = Annotated[str, Field(max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1), AfterValidator(seed_of)]
 """Any integer of 64 bits; -1: fresh, as vLLM and llama.cpp have it."""
@@ -240,7 +251,7 @@ class Penalised(Generating):
     stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[Text, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     max_tokens: int | None = None
     # as llama.cpp has the shape of the output
     json_schema: Free | None = None
