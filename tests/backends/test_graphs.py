@@ -149,7 +149,14 @@ def test_graphs_generate_what_eager_forwards_do(name: str, architecture: str) ->
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("plain", "ngram")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "dynamic tree of 90 nodes" else ())
+        for name in DRAFTERS
+        if name not in ("plain", "ngram")
+    ],
+)
 def test_drafts_by_graphs_are_those_of_eager_forwards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
