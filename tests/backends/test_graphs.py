@@ -266,7 +266,9 @@ def test_shapes_beyond_the_number_of_graphs_are_computed_eagerly() -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["plain", "draft model", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["plain", "draft model", pytest.param("eagle3", marks=pytest.mark.slow)]
+)
 def test_rows_with_adapters_are_computed_eagerly_and_others_by_graphs(name: str) -> None:
     path = adapters.adapter(adapters.new_directory(), tiny("llama"))
     placed = paged().place(read_adapter("a", path))

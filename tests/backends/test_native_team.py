@@ -43,7 +43,7 @@ def in_thread(function: ctypes._NamedFuncPointer, *args: int) -> int:
 @pytest.mark.parametrize("num_threads", [1, 2, pytest.param(3, marks=pytest.mark.slow), 8])
 def test_no_thread_passes_a_barrier_before_the_others(team, num_threads: int) -> None:
     assert in_thread(team.members, num_threads) == num_threads
-    assert in_thread(team.phases_out_of_step, num_threads, 2000) == 0
+    assert in_thread(team.phases_out_of_step, num_threads, 500) == 0
 
 
 @pytest.fixture(scope="module")

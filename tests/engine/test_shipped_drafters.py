@@ -100,12 +100,12 @@ SETTINGS = {  # batch, chunked, reuse: every pair of values occurs
 
 
 def by_turns(names: tuple[str, ...], cases: dict[str, Any]) -> list[Any]:
-    """All cases for all drafters; each has half of them among the quick tests, by turns."""
+    """All cases for all drafters; each has one of them among the quick tests, by turns."""
     return [
         pytest.param(
             *(name, case),
             id=f"{name}-{label}",
-            marks=[pytest.mark.slow] if (place + number) % 2 else [],
+            marks=[pytest.mark.slow] if place != number % len(cases) else [],
         )
         for number, name in enumerate(names)
         for place, (label, case) in enumerate(cases.items())
