@@ -5,10 +5,12 @@ Ctrl-C raises KeyboardInterrupt, as in a terminal; a job in the background would
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,11 +80,30 @@ def _loopback_only() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _threads_stay_as_they_are() -> Iterator[None]:
+    """``num_threads`` of an LLM is that of the process: tests after one that leaves torch with more
+    threads than there are processors would wait for them in each operation."""
+    yield
+    torch = sys.modules.get("torch")
+    expected = int(os.environ["OMP_NUM_THREADS"])
+    if torch is not None and (left := torch.get_num_threads()) > expected:
+        torch.set_num_threads(expected)
+        pytest.fail(f"this test has left torch with {left} threads instead of {expected}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a full garbage collection, of which there are many in
+    tests and more by themselves, need not look through millions of their objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

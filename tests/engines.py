@@ -143,7 +143,8 @@ def held_back(llm: AsyncLLM, after: int) -> Iterator[threading.Event]:
     """Behind its next ``after`` forwards, the engine makes another one only when a client has asked
     it for something, so that it is never ahead of its clients; until the event is set, or the
     block is left. It waits five seconds at most: a request may have come just before."""
-    runner, numbers, let_go = llm._frontend.engine.runner, itertools.count(), threading.Event()
+    engine, numbers, let_go = llm._frontend.engine, itertools.count(), threading.Event()
+    runner, num_steps = engine.runner, engine.num_decode_steps
     forward, commands = runner.forward, llm._thread._commands
 
     def waiting(rows: Any) -> Any:
@@ -154,11 +155,31 @@ def held_back(llm: AsyncLLM, after: int) -> Iterator[threading.Event]:
         return forward(rows)
 
     runner.forward = waiting  # type: ignore[method-assign]
+    engine.num_decode_steps = 1  # a native call of several makes its forwards itself
     try:
         yield let_go
     finally:
         del runner.forward  # type: ignore[method-assign]
+        engine.num_decode_steps = num_steps
         let_go.set()
+
+
+@contextmanager
+def after_each_call(owner: Any, name: str, then: Callable[[Any], object]) -> Iterator[None]:
+    """``then`` is called with the result of each call of a method, in the thread of the call and
+    before it ends: where another thread looks for a state that passes, it may come too late."""
+    method = getattr(owner, name)
+
+    def watched(*args: Any) -> Any:
+        result = method(*args)
+        then(result)
+        return result
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 def drain(machine: Engine, most: int = 2000) -> list[Event]:

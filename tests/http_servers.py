@@ -78,9 +78,10 @@ class Served(NamedTuple):
         *,
         method: str | None = None,
         headers: dict[str, str] | None = None,
+        timeout: float = WAIT,
     ) -> Answer:
         """One request; ``body`` is sent as it is if it is bytes, and else as JSON."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)) as opened:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as opened:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             sent = {"content-type": "application/json", **(headers or {})}
             opened.request(method or ("GET" if data is None else "POST"), path, data, sent)

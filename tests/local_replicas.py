@@ -72,7 +72,7 @@ class LocalReplica:
         """Sequences, once every page is where it belongs."""
         llm = self.replica._llm
         engine = llm._frontend.local_engine
-        llm._thread.call(engine.check_integrity).result(30)
+        llm._thread.call(engine.check_integrity).result(60)
         return len(list(engine.scheduler))
 
     def _send(

@@ -149,7 +149,14 @@ def test_graphs_generate_what_eager_forwards_do(name: str, architecture: str) ->
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("plain", "ngram")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "dynamic tree of 90 nodes" else ())
+        for name in DRAFTERS
+        if name not in ("plain", "ngram")
+    ],
+)
 def test_drafts_by_graphs_are_those_of_eager_forwards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +266,9 @@ def test_shapes_beyond_the_number_of_graphs_are_computed_eagerly() -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["plain", "draft model", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["plain", "draft model", pytest.param("eagle3", marks=pytest.mark.slow)]
+)
 def test_rows_with_adapters_are_computed_eagerly_and_others_by_graphs(name: str) -> None:
     path = adapters.adapter(adapters.new_directory(), tiny("llama"))
     placed = paged().place(read_adapter("a", path))

@@ -30,6 +30,7 @@ from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.recurrent_layers import RecurrentLayers, find_recurrent_layers
 from forethought.model.runner import ModelRunner
 from models import RECURRENT, VOCAB, greedy, new_module, prompts, tiny
+from turns import by_turns
 
 WIDE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 20, "linear_value_head_dim": 72},
@@ -163,8 +164,7 @@ def check_batches(layers: NativeRecurrence, hidden: int) -> None:
     assert torch.equal(ends[23].floats, after[11].floats)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize(("architecture", "num_threads"), by_turns([*RECURRENT], [1, 3]))
 def test_a_token_of_a_layer_is_the_same_to_the_last_bit_in_every_batch(
     architecture: str, num_threads: int
 ) -> None:

@@ -40,18 +40,22 @@ def in_thread(function: ctypes._NamedFuncPointer, *args: int) -> int:
     return results[0]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_threads", [1, 2, pytest.param(3, marks=pytest.mark.slow), 8])
 def test_no_thread_passes_a_barrier_before_the_others(team, num_threads: int) -> None:
     assert in_thread(team.members, num_threads) == num_threads
-    assert in_thread(team.phases_out_of_step, num_threads, 2000) == 0
+    assert in_thread(team.phases_out_of_step, num_threads, 500) == 0
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("slow"), "-DTEAM_PAUSE()=usleep(2000)")
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_that_fall_asleep_while_the_last_one_is_interrupted_are_released(
-    tmp_path: Path, num_threads: int
+    slow: ctypes.CDLL, num_threads: int
 ) -> None:
     """It has been counted and has not released the others yet, and did not see them asleep."""
-    slow = compiled(tmp_path, "-DTEAM_PAUSE()=usleep(2000)")
     assert in_thread(slow.phases_out_of_step, num_threads, 50) == 0
 
 

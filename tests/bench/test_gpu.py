@@ -31,6 +31,7 @@ def test_graphs_chains_and_waits_are_measured(capsys: pytest.CaptureFixture[str]
     assert all(row["tokens/s"] > 0 for row in rows if row["part"] != "waits")
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_give_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = report(capsys, "--in-process", "--parts", "compiled")
     assert status == 0

@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_line_and_status_1():
         ("methods >&-", "standard output is closed"),
         ("--help >&-", "standard output is closed"),
         ("generate - <&-", "standard input is closed"),
-        ("chat <&-", "standard input is closed"),
+        pytest.param("chat <&-", "standard input is closed", marks=pytest.mark.slow),
         ("generate \"$(printf 'a\\377')\"", "character 1 is not valid UTF-8"),
         ("generate - < bytes", "not valid UTF-8"),
     ],

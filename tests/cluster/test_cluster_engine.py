@@ -169,7 +169,7 @@ def test_a_drained_replica_takes_nothing_new_and_ends_with_its_last_generation()
     assert {cluster.engine._remotes[sequence].link.name for sequence in late} == {before[0].name}
     cluster.finish()
     cluster.step()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not before[1].has_left and time.monotonic() < deadline:
         time.sleep(0.01)
     assert before[1].has_left
@@ -197,7 +197,7 @@ def test_a_replica_that_hangs_is_ended_and_replaced() -> None:
     cluster.step()
     (hung,) = [r for r in cluster.alive if r.running]
     hung.silent = True
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not hung.is_dead and time.monotonic() < deadline:
         cluster.step()
     cluster.finish()

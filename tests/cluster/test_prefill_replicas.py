@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 
+from engines import after_each_call
 from forethought.assets import reasoner_dir
 from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.fleet import Fleet
@@ -80,7 +82,7 @@ class Cluster:
         self.llm._thread.call(self.engine.check_integrity).result()
         assert not self.engine._remotes, "sequences are left"
         for replica in self.replicas.values():
-            wait_until(lambda replica=replica: replica.num_left() == 0, 20)
+            wait_until(lambda replica=replica: replica.num_left() == 0)
         self.llm.shutdown()
 
 
@@ -117,17 +119,14 @@ def _scores(sample: Any) -> list[float]:
     return [round(scores[token].logprob, 3) for scores, token in pairs]
 
 
-async def all_streams(
-    llm: AsyncLLM, first: int = 0, happen: Callable[[], None] | None = None
-) -> list[Any]:
+async def all_streams(llm: AsyncLLM, first: int = 0) -> list[Any]:
     """A stream with each of the params, each of another prompt, numbered from ``first`` on."""
-    jobs = [
-        asyncio.create_task(streamed(llm, prompt(number), SamplingParams(**fields)))
-        for number, fields in enumerate(PARAMS.values(), first)
-    ]
-    if happen is not None:
-        await asyncio.to_thread(happen)
-    return await asyncio.gather(*jobs)
+    return await asyncio.gather(
+        *[
+            streamed(llm, prompt(number), SamplingParams(**fields))
+            for number, fields in enumerate(PARAMS.values(), first)
+        ]
+    )
 
 
 def test_streams_of_all_kinds_are_those_of_one_engine(cluster: Cluster, local: AsyncLLM) -> None:
@@ -171,15 +170,13 @@ METHODS: dict[str, dict[str, Any]] = {
 TAGS = ("generation", "generation_with_dynasor_cot")
 
 
-def method_outputs(llm: AsyncLLM, happen: Callable[[], None] | None = None) -> list[Any]:
+def method_outputs(llm: AsyncLLM) -> list[Any]:
     params = {"temperature": 1.0, "seed": 3, "max_tokens": 120}
     workers, outputs = dict.fromkeys(TAGS, EngineWorker(llm)), []
     for name, settings in METHODS.items():
         with ScaffoldingLlm(stack(name, **settings), workers) as scaffolding:
             generate = partial(scaffolding.generate_async, sampling_params=params)
             running = [generate(prompt(number)) for number in range(60, 62)]
-            if happen is not None:
-                happen()
             for future in running:
                 output = future.result().output
                 outputs.append((name, output.text, output.candidates, output.meta))
@@ -195,24 +192,41 @@ def method_results(local: AsyncLLM) -> list[Any]:
 def test_votes_and_probes_are_those_of_one_engine(
     cluster: Cluster, method_results: list[Any], dies: Role | None
 ) -> None:
-    def happen() -> None:
-        wait_until(lambda: bool(cluster.engine._running), 20)
-        cluster.kill(dies)
-
     cluster.all_up()
-    assert method_outputs(cluster.llm, None if dies is None else happen) == method_results
+    with nullcontext() if dies is None else killed(cluster, dies, "a prompt has begun"):
+        assert method_outputs(cluster.llm) == method_results
 
 
-MOMENTS: dict[str, Callable[[ClusterEngine], bool]] = {
-    "a prompt has begun": lambda engine: bool(engine._running),
-    "a chunk has arrived": lambda engine: any(
-        move.num_copied for move in [*engine.migration._moves.values()]
+MOMENTS: dict[str, tuple[str, Callable[[ClusterEngine], bool]]] = {
+    "a prompt has begun": ("_begin", lambda engine: bool(engine._running)),
+    "a chunk has arrived": (
+        "migration.copied",
+        lambda engine: any(move.num_copied for move in engine.migration._moves.values()),
     ),
-    "a stream has gone on": lambda engine: any(
-        remote.has_begun and remote.link is not None and remote.link.role is Role.DECODE
-        for remote in [*engine._running.values()]
+    "a stream has gone on": (
+        "_take",
+        lambda engine: any(
+            remote.has_begun and remote.link is not None and remote.link.role is Role.DECODE
+            for remote in engine._running.values()
+        ),
     ),
 }
+"""After a call of a method of the engine, if something is true."""
+
+
+@contextmanager
+def killed(cluster: Cluster, dies: Role, moment: str) -> Iterator[None]:
+    """One of the two replicas dies at a moment, which is seen in the thread of the engine."""
+    (name, is_now), pending = MOMENTS[moment], [dies]
+
+    def look(_: object) -> None:
+        if pending and is_now(cluster.engine):
+            cluster.kill(pending.pop())
+
+    *path, method = name.split(".")
+    with after_each_call(reduce(getattr, path, cluster.engine), method, look):
+        yield
+    assert not pending
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -220,14 +234,11 @@ MOMENTS: dict[str, Callable[[ClusterEngine], bool]] = {
 def test_a_kill_of_either_replica_changes_no_stream(
     cluster: Cluster, local: AsyncLLM, dies: Role, moment: str
 ) -> None:
-    def happen() -> None:
-        wait_until(lambda: MOMENTS[moment](cluster.engine), 20)
-        cluster.kill(dies)
-
     cluster.all_up()
     first = 100 * (1 + 2 * [*MOMENTS].index(moment) + (dies is Role.DECODE))
     before = cluster.llm.stats
-    outputs = asyncio.run(all_streams(cluster.llm, first, happen))
+    with killed(cluster, dies, moment):
+        outputs = asyncio.run(all_streams(cluster.llm, first))
     assert outputs == asyncio.run(all_streams(local, first))
     assert cluster.llm.stats.replicas_lost == before.replicas_lost + 1
     cluster.all_up()

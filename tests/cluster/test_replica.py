@@ -40,15 +40,21 @@ def played(play: Callable[[Replica], Awaitable[Any]]) -> Any:
             await replica.connect("me")
             result = await play(replica)
             await replica.leave("me")
-            engine = replica._llm._frontend.local_engine
-            await asyncio.sleep(0.1)
-            await asyncio.wrap_future(replica._llm._thread.call(engine.check_integrity))
-            assert not list(engine.scheduler), "sequences are left"
+            await until_empty(replica)
             return result
         finally:
             replica._llm.shutdown()
 
     return asyncio.run(run())
+
+
+async def until_empty(replica: Replica) -> None:
+    """No sequence is left, and every page is where it belongs."""
+    engine, call = replica._llm._frontend.local_engine, replica._llm._thread.call
+    async with asyncio.timeout(60):
+        while await asyncio.wrap_future(call(lambda: list(engine.scheduler))):
+            await asyncio.sleep(0.005)
+    await asyncio.wrap_future(call(engine.check_integrity))
 
 
 def generate(handle: int, number: int, length: int = 0, rest: list[int] = PROMPT, **fields: Any):
@@ -218,7 +224,9 @@ def test_an_ingress_that_asks_no_more_loses_its_sessions(monkeypatch: pytest.Mon
 
     async def play(replica: Replica) -> None:
         await replica.tell("me", 0, [generate(0, 0, max_tokens=500)])
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(60):
+            while replica._ingresses:
+                await asyncio.sleep(0.01)
         with pytest.raises(EngineStopped, match="not known"):
             await replica.updates("me")
         with pytest.raises(EngineStopped, match="not known"):
@@ -279,7 +287,7 @@ def test_a_replica_that_no_ingress_asks_for_long_ends(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Replica, "retire", lambda self: ended.set())
 
     async def play(replica: Replica) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await ended.wait()
 
     played(play)

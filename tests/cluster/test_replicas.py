@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from engines import after_each_call
 from forethought.cluster import actors, drain, links_of, open_llm
 from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
 from forethought.cluster.connection import Connection
@@ -22,6 +25,7 @@ from forethought.cluster.entrance import Entrance
 from forethought.cluster.link import Role
 from forethought.cluster.prefill import Delays, PrefillSplit
 from forethought.config.sampling import SamplingParams
+from forethought.engine.step import Event
 from forethought.errors import ParameterError, UsageError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.methods.stack import stack
@@ -76,22 +80,23 @@ def check_replica(llm: AsyncLLM, name: str) -> None:
 
     def num_left(replica: Any) -> int:
         engine = replica._llm._frontend.local_engine
-        replica._llm._thread.call(engine.check_integrity).result(30)
+        replica._llm._thread.call(engine.check_integrity).result(60)
         return len(list(engine.scheduler))
 
     actor = ray.get_actor(name, NAMESPACE)
-    wait_until(lambda: ray.get(actor.__ray_call__.remote(num_left)) == 0, 20)
+    wait_until(lambda: ray.get(actor.__ray_call__.remote(num_left)) == 0)
 
 
 def all_up(llm: AsyncLLM, count: int = 2) -> None:
     wait_until(lambda: sum(link.is_up for link in links_of(llm)) == count)
 
 
-def kill_one(llm: AsyncLLM) -> None:
-    """``kill -9`` of the replica with the most generations."""
+def kill_one(llm: AsyncLLM) -> int:
+    """``kill -9`` of the replica with the most generations; its process."""
     link = max(links_of(llm), key=lambda link: (link.is_up, link.num_generating))
     assert link.description is not None
     os.kill(link.description.process, signal.SIGKILL)
+    return link.description.process
 
 
 def _scores(sample: CompletionOutput) -> list[float]:
@@ -131,31 +136,26 @@ async def all_streams(
     copies: int,
     counts: Sequence[int] = (),
     silences: list[float] | None = None,
-    happen: Callable[[AsyncLLM], None] = kill_one,
+    happen: Callable[[AsyncLLM], object] = kill_one,
 ) -> list[Any]:
-    """Streams with all params for all questions; something happens at some numbers of tokens."""
-    silences = [] if silences is None else silences
-    jobs = [
-        asyncio.create_task(streamed(llm, question, SamplingParams(**fields), silences))
-        for question in QUESTIONS[:copies]
-        for fields in PARAMS.values()
-    ]
-    happening = asyncio.create_task(_happen_at(llm, counts, happen))
-    results = await asyncio.gather(*jobs)
-    await happening
-    return results
+    """Streams with all params for all questions; something happens at some numbers of tokens, in
+    the thread of the engine."""
+    silences, pending = [] if silences is None else silences, deque(counts)
 
+    def stepped(events: list[Event]) -> None:
+        longest = max((len(event.sequence.output) for event in events), default=-1)
+        if pending and longest >= pending[0]:
+            pending.popleft()
+            happen(llm)
 
-async def _happen_at(
-    llm: AsyncLLM, counts: Sequence[int], happen: Callable[[AsyncLLM], None]
-) -> None:
-    engine = engine_of(llm) if counts else None
-    for count in counts:
-        while not any(
-            len(remote.sequence.output) >= count for remote in [*engine._running.values()]
-        ):
-            await asyncio.sleep(0.001)
-        happen(llm)
+    with after_each_call(llm._frontend.engine, "step", stepped):
+        return await asyncio.gather(
+            *[
+                streamed(llm, question, SamplingParams(**fields), silences)
+                for question in QUESTIONS[:copies]
+                for fields in PARAMS.values()
+            ]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -168,19 +168,14 @@ def test_streams_are_those_of_one_engine(cluster: AsyncLLM, expected: list[Any])
 
 
 def move_all(llm: AsyncLLM) -> int:
-    """Begin to move every sequence to the other replica; how many."""
-
-    def move() -> int:
-        engine = engine_of(llm)
-        links = [link for link in links_of(llm) if link.takes]
-        others = {
-            remote: next(link for link in links if link is not remote.link)
-            for remote in engine._remotes.values()
-            if remote.link is not None
-        }
-        return sum(engine.migration.move(remote, link) for remote, link in others.items())
-
-    return llm._thread.call(move).result()
+    """Begin to move every sequence to the other replica, in the thread of the engine; how many."""
+    engine, links = engine_of(llm), [link for link in links_of(llm) if link.takes]
+    others = {
+        remote: next(link for link in links if link is not remote.link)
+        for remote in engine._remotes.values()
+        if remote.link is not None
+    }
+    return sum(engine.migration.move(remote, link) for remote, link in others.items())
 
 
 def test_moves_at_several_tokens_under_streams_of_all_kinds_change_none(
@@ -202,37 +197,33 @@ METHODS: dict[str, dict[str, Any]] = {
 TAGS = ("generation", "generation_with_dynasor_cot")
 
 
-def method_outputs(llm: AsyncLLM, happen: Callable[[AsyncLLM], object] | None) -> list[Any]:
-    """The answers, samples and probes of several methods at once; something happens meanwhile."""
+def method_outputs(llm: AsyncLLM, happen: Callable[[AsyncLLM], object]) -> list[Any]:
+    """The answers, samples and probes of several methods at once; something happens after each step
+    of the engine."""
     running, params = [], {"temperature": 1.0, "seed": 3, "max_tokens": 400}
     with ExitStack() as opened:
+        then = after_each_call(llm._frontend.engine, "step", lambda _: happen(llm))
+        opened.enter_context(then)
         workers = dict.fromkeys(TAGS, EngineWorker(llm))
         for name, settings in METHODS.items():
             scaffolding = opened.enter_context(ScaffoldingLlm(stack(name, **settings), workers))
             generate = partial(scaffolding.generate_async, sampling_params=params)
             running += [(name, generate(prompt)) for prompt in QUESTIONS[:6]]
-        if happen is not None:
-            wait_until(lambda: len(engine_of(llm)._running) > 3, 30)
-            happen(llm)
         outputs = [(name, future.result().output) for name, future in running]
     return [(name, output.text, output.candidates, output.meta) for name, output in outputs]
 
 
 @pytest.fixture(scope="module")
 def method_results(local: AsyncLLM) -> list[Any]:
-    return method_outputs(local, None)
+    return method_outputs(local, lambda _: None)
 
 
 def test_methods_go_on_with_the_same_votes_and_probes_while_their_handles_move(
     cluster: AsyncLLM, method_results: list[Any]
 ) -> None:
-    def move_often(llm: AsyncLLM) -> None:
-        while engine_of(llm)._remotes:
-            move_all(llm)
-
     all_up(cluster)
     before = cluster.stats.migrated
-    assert method_outputs(cluster, move_often) == method_results
+    assert method_outputs(cluster, move_all) == method_results
     assert cluster.stats.migrated > before
 
 
@@ -257,12 +248,12 @@ def test_a_session_is_forked_and_rewound_after_its_replica_has_died_or_it_has_mo
     def kill() -> None:
         (home,) = {r.link for r in engine_of(cluster)._remotes.values() if r.link is not None}
         os.kill(home.description.process, signal.SIGKILL)
-        wait_until(lambda: home.is_dead, 20)
+        wait_until(lambda: home.is_dead)
 
     def move() -> None:
         before = cluster.stats.migrated
-        assert move_all(cluster) == 1
-        wait_until(lambda: cluster.stats.migrated > before, 20)
+        assert cluster._thread.call(move_all, cluster).result() == 1
+        wait_until(lambda: cluster.stats.migrated > before)
 
     all_up(cluster)
     assert asyncio.run(play(cluster, move if moves else kill)) == asyncio.run(
@@ -284,14 +275,11 @@ def test_a_kill_of_the_target_in_the_middle_of_moves_changes_no_stream(
     cluster: AsyncLLM, expected: list[Any], count: int
 ) -> None:
     def happen(llm: AsyncLLM) -> None:
-        def move() -> None:
-            engine, target = engine_of(llm), links_of(llm)[0]
-            for remote in engine._remotes.values():
-                engine.migration.move(remote, target)
-            engine._flush()
-            os.kill(target.description.process, signal.SIGKILL)
-
-        llm._thread.call(move).result()
+        engine, target = engine_of(llm), links_of(llm)[0]
+        for remote in engine._remotes.values():
+            engine.migration.move(remote, target)
+        engine._flush()
+        os.kill(target.description.process, signal.SIGKILL)
 
     all_up(cluster)
     expect_same(asyncio.run(all_streams(cluster, 2, [count], happen=happen)), expected)
@@ -300,9 +288,15 @@ def test_a_kill_of_the_target_in_the_middle_of_moves_changes_no_stream(
 def test_methods_go_on_with_the_same_votes_and_probes_after_a_kill(
     cluster: AsyncLLM, method_results: list[Any]
 ) -> None:
+    killed: list[int] = []
+
+    def kill(llm: AsyncLLM) -> None:
+        if not killed and len(engine_of(llm)._running) > 3:
+            killed.append(kill_one(llm))
+
     all_up(cluster)
     before = engine_of(cluster).num_moved
-    assert method_outputs(cluster, kill_one) == method_results
+    assert method_outputs(cluster, kill) == method_results
     assert engine_of(cluster).num_moved > before
 
 
@@ -439,22 +433,19 @@ def test_a_drained_replica_ends_and_its_streams_go_on(
     cluster: AsyncLLM, expected: list[Any]
 ) -> None:
     all_up(cluster)
-    engine, names, asked = engine_of(cluster), [], []
+    engine, names, asked = engine_of(cluster), list[str](), list[Future[None]]()
     assert {link.name for link in links_of(cluster)} <= statuses().keys()
     moved, lost = engine.num_moved, cluster.stats.replicas_lost
 
     def happen(llm: AsyncLLM) -> None:
         link = max(links_of(llm), key=lambda link: link.num_open)
         names.append(link.name)
-        asked.append(asyncio.ensure_future(asyncio.to_thread(drain_replica, link.name)))
+        asked.append(threads.submit(drain_replica, link.name))
 
-    async def run() -> list[Any]:
-        results = await all_streams(cluster, 2, [60], happen=happen)
-        await asked[0]
-        return results
-
-    expect_same(asyncio.run(run()), expected)
-    wait_until(lambda: names[0] not in [link.name for link in links_of(cluster)], 20)
+    with ThreadPoolExecutor(1) as threads:
+        expect_same(asyncio.run(all_streams(cluster, 2, [60], happen=happen)), expected)
+        asked[0].result()
+    wait_until(lambda: names[0] not in [link.name for link in links_of(cluster)])
     assert (engine.num_moved, cluster.stats.replicas_lost) == (moved, lost)
     (last,) = links_of(cluster)
     for refused in (
@@ -489,7 +480,7 @@ def test_prompts_are_prefilled_in_a_replica_of_their_own_and_outlive_its_death(
         return [(s.token_ids, s.text, s.finish_reason) for s in outputs]
 
     def kill_prefill() -> None:
-        wait_until(lambda: split.stats.prefilled_apart > 0, 60)
+        wait_until(lambda: split.stats.prefilled_apart > 0)
         (link,) = [link for link in links_of(split) if link.role is Role.PREFILL]
         assert link.description is not None
         os.kill(link.description.process, signal.SIGKILL)

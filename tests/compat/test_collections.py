@@ -168,6 +168,13 @@ def test_a_task_that_runs_again_is_counted_again():
     assert result.task_collections["n"].generation_token_count == 12
 
 
+def has_grown(stream):
+    """Wait until a stream has more tokens than its first step."""
+    latest = time.monotonic() + 60
+    while stream.usage.decoded < 10 and time.monotonic() < latest:
+        time.sleep(0.001)
+
+
 def test_tokens_of_cancelled_streams_are_counted_as_in_the_usage_of_the_request():
     @with_task_collection("n", GenerationTokenCounter)
     class Leaves(Controller):
@@ -175,7 +182,7 @@ def test_tokens_of_cancelled_streams_are_counted_as_in_the_usage_of_the_request(
             stream = StreamGenerationTask(input_str="p", worker_tag=TAG, streaming_step=4)
             yield [stream]
             stream.streaming_step = 1000
-            yield FirstDone([stream, ComputeTask(time.sleep, 0.1)])
+            yield FirstDone([stream, ComputeTask(has_grown, stream)])
             yield [GenerationTask(input_str="q", worker_tag=TAG)]
             tasks[0].output_str = stream.output_str
 

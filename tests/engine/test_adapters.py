@@ -35,6 +35,7 @@ from medusa_heads import shared_heads
 from models import greedy, prompts, tiny
 from mtp_modules import saved
 from redrafter_heads import random_head
+from turns import by_turns
 
 MODEL, TOKENS = "llama", 24
 SEEDS = {"first": 1, "second": 2}
@@ -321,8 +322,7 @@ DRAFTERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("forward", ["native", "torch"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "forward"), by_turns([*DRAFTERS], ["native", "torch"]))
 def test_every_drafter_leaves_the_tokens_of_adapters_as_they_are(
     name: str, forward: loader.Forward
 ) -> None:

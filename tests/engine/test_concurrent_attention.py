@@ -18,6 +18,7 @@ from forethought.model import loader
 from forethought.model.attention.concurrent import rotated
 from forethought.outputs import FinishReason
 from models import prompts, tiny
+from turns import by_turns
 
 PREFIX, FIRST, SECOND, OWN = prompts((11, 13, 6, 5), seed=3)
 FAMILIES = ("llama", "llama_mha", "llama_mqa", "llama_tied_biased", "qwen2", "qwen3")
@@ -57,8 +58,9 @@ def ended(machine: Engine, *sequences: Sequence) -> None:
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("forward", ["auto", "torch"])
-@pytest.mark.parametrize("architecture", [*FAMILIES, *NATIVE_ONLY])
+@pytest.mark.parametrize(
+    ("architecture", "forward"), by_turns([*FAMILIES, *NATIVE_ONLY], ["auto", "torch"])
+)
 def test_tokens_of_others_are_read_as_if_they_stood_before_the_own_ones(
     architecture: str, forward: str
 ) -> None:

@@ -37,6 +37,7 @@ from forethought.speculative.length.policy import FixedLength, LengthRequest, Sk
 from forethought.speculative.step_runner import Advance, DecodeRow
 from medusa_heads import random_heads
 from models import ARCHITECTURES, greedy, prompts, tiny
+from turns import by_turns
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
 EXPECTED = greedy(tiny("llama"), PROMPTS, 16)
@@ -174,10 +175,9 @@ def run_sampled(machine: Engine, each: List[SamplingParams]) -> list[dict[str, A
     return [facts(machine, each) | {"scores": scores[each.id]} for each in sequences]
 
 
-@pytest.mark.parametrize("architecture", WAYS)
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(("name", "architecture"), by_turns([*SAMPLED], [*WAYS]))
 def test_sampled_tokens_and_scores_are_those_of_single_steps_and_of_any_batch(
-    architecture: str, name: str
+    name: str, architecture: str
 ) -> None:
     params = GREEDY.replace(max_tokens=24, **SAMPLED[name])
     mixed = [params, GREEDY.replace(max_tokens=9), params, params.replace(max_tokens=5), params]

@@ -45,6 +45,7 @@ from forethought.speculative.step_runner import Advance, DecodeRow, SingleSteps
 from generations import expect_same
 from models import greedy, prompts, tiny
 from shipped import QUESTIONS, shipped
+from turns import by_turns
 
 NUM_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -152,10 +153,11 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # in C++, and by single steps of torch
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(  # in C++, and by single steps of torch
+    ("name", "architecture"), by_turns([*SAMPLED], ["llama", "gpt2"])
+)
 def test_sampled_tokens_with_drafts_are_those_without_in_any_number_of_steps(
-    architecture: str, name: str
+    name: str, architecture: str
 ) -> None:
     params = GREEDY.replace(logprobs=1, **SAMPLED[name])
     each = [params, GREEDY, params.replace(max_tokens=21)]
@@ -224,9 +226,10 @@ def asked() -> list[list[int]]:
     return [tokenizer.encode_more(question) for question in QUESTIONS[:4]]
 
 
-@pytest.mark.parametrize("number", [1, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["draft model", "eagle 3", "mtp, replayed"])
+@pytest.mark.parametrize(
+    ("name", "number", "dtype"),
+    by_turns(["draft model", "eagle 3", "mtp, replayed"], [1, 4], ["float32", "bfloat16"]),
+)
 def test_trained_drafters_are_as_good_as_in_single_steps(
     name: str, dtype: str, number: int
 ) -> None:

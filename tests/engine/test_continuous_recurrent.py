@@ -24,6 +24,7 @@ from forethought.model import loader
 from forethought.model.adapter import read_adapter
 from forethought.model.causal_lm import CausalLM
 from models import greedy, prompts, tiny
+from turns import by_turns
 
 ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
 """Families whose steps are one call; those of the others are made one by one."""
@@ -126,13 +127,11 @@ def mixed(architecture: str) -> list[SamplingParams]:
     ]
 
 
-KINDS: list[tuple[str, str, loader.Quantization | None]] = [
-    (architecture, dtype, quantization)
-    for architecture in ONE_CALL
-    for dtype in ("float32", "bfloat16")
-    for quantization in (None, "w8a8")
+KINDS = [
+    case
+    for case in by_turns(ONE_CALL, ["float32", "bfloat16"], [None, "w8a8"])
     # whose layers differ from the module's by more than they may
-    if (architecture, dtype, quantization) != ("qwen3_5", "bfloat16", "w8a8")
+    if case.values != ("qwen3_5", "bfloat16", "w8a8")
 ]
 
 
@@ -140,11 +139,15 @@ KINDS: list[tuple[str, str, loader.Quantization | None]] = [
     "num_steps",
     [7, pytest.param(2, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+@pytest.mark.parametrize(("architecture", "dtype", "quantization"), KINDS)
 def test_tokens_scores_keys_and_states_are_those_of_single_steps(
-    kind: tuple[str, str, loader.Quantization | None], num_steps: int, calls: list[int]
+    architecture: str,
+    dtype: str,
+    quantization: loader.Quantization | None,
+    num_steps: int,
+    calls: list[int],
 ) -> None:
-    architecture = kind[0]
+    kind = architecture, dtype, quantization
     expected = run(made(1, *kind), mixed(architecture))
     assert not calls
     assert run(made(num_steps, *kind), mixed(architecture)) == expected

@@ -18,15 +18,18 @@ from forethought.errors import CapacityError, ContextLengthError, ParameterError
 from forethought.interrupts import deferred_interrupts
 from forethought.outputs import FinishReason
 from models import ARCHITECTURES, greedy, prompts, tiny
+from turns import by_turns
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("budget", "page_size", "reuse"), [(64, 16, True), (7, 3, False)])
+@pytest.mark.parametrize(
+    ("architecture", "limits"), by_turns([*ARCHITECTURES], [(64, 16, True), (7, 3, False)])
+)
 def test_tokens_equal_those_of_transformers(
-    architecture: str, budget: int, page_size: int, reuse: bool
+    architecture: str, limits: tuple[int, int, bool]
 ) -> None:
+    budget, page_size, reuse = limits
     machine = engine(
         architecture, page_size=page_size, max_num_tokens=budget, max_batch_size=5, reuse=reuse
     )

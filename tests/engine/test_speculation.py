@@ -140,15 +140,15 @@ def run(machine: Engine, count: int, params: SamplingParams = GREEDY) -> list[li
 
 def settings_of_drafters() -> list[Any]:
     """Page size, chunked prefill and prefix cache, with batches of 1 and 7 by turns, so that every
-    three of the four occur together. Of the four settings with a batch of 7, each drafter has one
-    among the quick tests, the next drafter the next one."""
+    three of the four occur together. Of the four settings with each batch, a drafter has one among
+    the quick tests, the next drafter the next one."""
     cases = []
     for number, name in enumerate(NAMES):
-        of_seven = 0
+        counts = {1: 0, 7: 0}
         for page_size, chunked, reuse in itertools.product((1, 16), (True, False), (True, False)):
             batch = 7 if chunked ^ reuse ^ (page_size == 16) else 1
-            is_slow = batch == 7 and of_seven != number % 4
-            of_seven += batch == 7
+            is_slow = counts[batch] != number % 4
+            counts[batch] += 1
             words = (name, page_size, "chunked" if chunked else "whole prompts")
             cases.append(
                 pytest.param(

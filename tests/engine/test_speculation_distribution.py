@@ -303,9 +303,9 @@ def draft_model_p_value(model: Path, **fields: Any) -> float:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"max_draft_len": 2, "draft_sampling": "sampled"},
+        pytest.param({"max_draft_len": 2, "draft_sampling": "sampled"}, marks=pytest.mark.slow),
         {"draft_choices": HYBRID_TREE, "draft_sampling": "sampled"},
-        {"draft_choices": HYBRID_TREE},
+        pytest.param({"draft_choices": HYBRID_TREE}, marks=pytest.mark.slow),
     ],
     ids=["chain with q", "tree without replacement", "tree of points"],
 )

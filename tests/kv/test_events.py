@@ -194,8 +194,7 @@ def test_a_subscriber_and_a_replay_rebuild_the_index_of_a_model(tmp_path: Path) 
             machine: Any = llm._frontend.engine  # type: ignore[union-attr]
             questions = [f"What is {n} * 17 + {n}?" for n in range(24)]
             llm.generate(questions, SamplingParams(temperature=0.0, max_tokens=12))
-            while machine.index.recorder.arrived.is_set():
-                pass
+            eventually(lambda: not machine.index.recorder.arrived.is_set())
             batches = replayed(replay, 0)
             assert [number for number, _ in batches] == list(range(len(batches)))
             assert replayed(replay, len(batches) - 1) == batches[-1:]

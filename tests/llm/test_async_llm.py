@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engines import expect_empty
+from engines import expect_empty, held_back
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import (
@@ -749,13 +749,14 @@ def test_shutdown_fails_what_is_unfinished_and_everything_later(direct):
     llm = AsyncLLM.over(direct, max_pending=1)
 
     async def main():
-        session = llm.start(PROMPTS[0])
-        stream = session.stream(LONG)
-        running = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
-        waiting = asyncio.create_task(llm.generate(PROMPTS[1], LONG))
-        await eventually(lambda: llm._frontend.engine.pool.in_use > 0)
-        llm.shutdown()
-        llm.shutdown()
+        with held_back(llm, after=1):  # none is over before the shutdown
+            session = llm.start(PROMPTS[0])
+            stream = session.stream(LONG)
+            running = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
+            waiting = asyncio.create_task(llm.generate(PROMPTS[1], LONG))
+            await eventually(lambda: llm._frontend.engine.pool.in_use > 0)
+            llm.shutdown()
+            llm.shutdown()
         for call in (
             running,
             waiting,
@@ -778,9 +779,10 @@ def test_when_the_engine_dies_everybody_is_told_why(caplog):
     llm = AsyncLLM(speaking(), **FIELDS)
 
     async def main():
-        tasks = [asyncio.create_task(llm.generate(prompt, LONG)) for prompt in PROMPTS]
-        await eventually(lambda: llm._frontend.engine.pool.in_use > 0)
-        llm._frontend.engine.step = lambda max_steps: 1 / 0
+        with held(llm) as entered:
+            tasks = [asyncio.create_task(llm.generate(prompt, LONG)) for prompt in PROMPTS]
+            assert await asyncio.to_thread(entered.wait, 60)
+            llm._frontend.engine.step = lambda max_steps: 1 / 0
         for task in tasks:
             with pytest.raises(EngineStopped, match="ZeroDivisionError") as caught:
                 await task
@@ -809,7 +811,7 @@ def test_a_forgotten_async_llm_ends_its_thread():
     thread = llm._thread._thread
     del llm
     gc.collect()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -478,7 +478,7 @@ def test_only_the_compiling_threads_have_large_stacks(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", meeting)
     follow({"regex": "a"}, first)
     done.set()
-    other.join(20)
+    other.join(60)
     assert sizes == [STACK_BYTES] * 2
     assert stack_size() == before
 
@@ -488,7 +488,7 @@ def test_a_grammar_that_is_waited_for_is_kept_however_many_come_after_it(monkeyp
     of = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
     kept = SamplingParams(guided_decoding={"regex": "kept"})
     with of._compiling(kept) as future:
-        future.result(20)
+        future.result(60)
         for size in range(1, 4):
             follow({"regex": f"a{{{size}}}"}, of)
         assert of.find(kept) is not None

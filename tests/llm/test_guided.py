@@ -327,7 +327,7 @@ class Slow:
         def slow(shape, ignore_eos):
             self.compiled.append(shape)
             self.entered.release()
-            assert self.leave.wait(20)
+            assert self.leave.wait(60)
             return compile_(shape, ignore_eos)
 
         monkeypatch.setattr(compiler, "_compile", slow)
@@ -528,7 +528,7 @@ def test_a_loop_that_ends_while_a_grammar_is_compiled_leaves_the_session_usable(
 
 def test_leaving_a_stream_whose_grammar_is_compiled_ends_it_and_frees_the_session(monkeypatch):
     async def main(llm, slow):
-        async with asyncio.timeout(20), llm.start("Who?") as session:
+        async with asyncio.timeout(60), llm.start("Who?") as session:
             at_once = session.stream(params(WORD))
             at_once.leave()  # before its task has begun
             assert (await at_once.finish()).finish_reason is FinishReason.ABORT
@@ -554,7 +554,7 @@ def test_a_stream_that_is_left_when_the_engine_has_ended_says_so(monkeypatch):
         llm.shutdown()
         stream.leave()
         with pytest.raises(EngineStopped, match="shut down"):
-            await asyncio.wait_for(stream.finish(), 20)
+            await asyncio.wait_for(stream.finish(), 60)
 
     with clients(monkeypatch) as (llm, slow):
         asyncio.run(main(llm, slow))

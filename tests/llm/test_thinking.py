@@ -27,6 +27,7 @@ from forethought.llm.thinking import BOUNDARY, ThinkingConstraint, ThinkingRule
 from forethought.model.sampling.distribution import unpack
 from forethought.outputs import GRAMMAR_COMPLETE, FinishReason, ThinkingOutput, ThoughtEnd
 from tokens import speaking, thinking
+from turns import by_turns
 
 SETTINGS = {"dtype": "float32", "kv_cache_config": {"max_tokens": 4096, "page_size": 4}}
 QUESTION = [{"role": "user", "content": "Hello world"}]
@@ -430,8 +431,10 @@ def test_a_thought_before_a_grammar_does_not_end_the_output(single):
     assert shaped.outputs[0].thinking == ThinkingOutput(12, ThoughtEnd.BUDGET)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["ngram", "suffix", "draft model", "draft tree"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    by_turns(["ngram", "suffix", "draft model", "draft tree"], [0.0, 1.0]),
+)
 def test_a_thought_and_a_grammar_are_the_same_with_drafts_token_for_token(
     single, name, temperature
 ):

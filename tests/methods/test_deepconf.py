@@ -244,7 +244,7 @@ def test_engine_server_and_script_decide_the_same_on_the_same_samples(method, se
     with EngineWorker(llm) as worker:
         here = decisions(worker, method, **settings)
         with serving(EngineServer(worker.llm)) as server:
-            client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+            client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
             there = decisions(OpenaiWorker(client, "m"), method, **settings)
     expect_empty(llm._frontend.engine)
     if method == "deepconf_online":

@@ -132,7 +132,7 @@ SOLVING = {"chunk_size": 16, "certainty_threshold": 2}
 SLOWLY = {"chunk_size": 48, "certainty_threshold": 4}  # some chains end before
 
 
-def decisions(settings, fields=None, count=6):
+def decisions(settings, fields=None, count=4):
     """What Dynasor makes of the first problems: decision, text and tokens of each."""
     llm = LLM(dtype="float32", **(fields or {}))
     chats = [[{"role": "user", "content": one["question"]}] for one in problems()[:count]]
@@ -343,6 +343,7 @@ def test_a_request_that_is_aborted_in_the_middle_leaves_no_page(guessing, steps)
                 result.result(60)
 
 
+@pytest.mark.slow
 def test_a_server_decodes_little_more_for_it_than_the_engine():
     """Eight chains on four places: probes wait, and chains that ran on meanwhile would be lost."""
     questions = [prompt_text(problem["question"]) for problem in problems()[:8]]
@@ -361,7 +362,7 @@ def test_a_server_decodes_little_more_for_it_than_the_engine():
 
     llm = AsyncLLM(dtype="float32", max_batch_size=4)
     with serving(EngineServer(llm)) as server:
-        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
         remote = OpenaiWorker(client, "reasoner")
         ask("plain", llm, remote, plain)
         ask("server", llm, remote, controller)

@@ -151,7 +151,7 @@ def test_a_slow_verifier_does_not_hold_up_the_other_samples():
     ready = threading.Event()
 
     def verifier(question, text):
-        return text == "last" if text != "first" else not ready.wait(20)
+        return text == "last" if text != "first" else not ready.wait(60)
 
     worker = ScriptedWorker(lambda prompt, index: ready.set() or "last" if index else "first")
     controller = RepeatedSamplingController(NativeGenerationController(), verifier, 2, 2)
@@ -288,7 +288,7 @@ def test_engine_server_and_script_decide_the_same_on_the_same_samples(concurrenc
         ask(worker, lambda question, text: bool(texts.append(text)))
         here = ask(worker)
         with serving(EngineServer(worker.llm)) as server:
-            client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+            client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
             there = ask(OpenaiWorker(client, "m"))
     expect_empty(llm._frontend.engine)
     assert here[1]["accepted"]

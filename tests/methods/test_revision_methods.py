@@ -230,7 +230,7 @@ class Client(OpenaiWorker):
     """A worker for the server, with a client that it closes."""
 
     def __init__(self, server):
-        super().__init__(AsyncOpenAI(base_url=server.url, api_key="none", timeout=20), "tiny")
+        super().__init__(AsyncOpenAI(base_url=server.url, api_key="none", timeout=60), "tiny")
 
     async def async_shutdown(self):
         await super().async_shutdown()
@@ -275,7 +275,7 @@ def test_the_engine_continues_one_sequence_and_prefills_nothing_twice(engine_wor
 @pytest.mark.parametrize("name", ["self_refine", "sequential_revision"])
 def test_in_a_chat_answers_and_instructions_are_messages(name):
     with serving() as server:
-        client = AsyncOpenAI(base_url=server.url, api_key="key")
+        client = AsyncOpenAI(base_url=server.url, api_key="key", timeout=60)
         inner = NativeChatController(system="Be brief.")
         method = methods.create(name, generation_controller=inner)
         worker = OpenaiWorker(client, "m")

@@ -723,7 +723,7 @@ def test_engine_server_and_script_decide_the_same_and_many_prompts_as_one(name):
         alone = [on_model(name, worker, prompt) for prompt in prompts]
         together = on_model(name, worker, prompts)
         with serving(EngineServer(worker.llm)) as server:
-            client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+            client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
             there = on_model(name, OpenaiWorker(client, "m"))
     expect_empty(llm._frontend.engine)
     for one, other in zip(alone, together, strict=True):

@@ -279,7 +279,7 @@ class Client(OpenaiWorker):
     """A worker for the server, with a client that it closes."""
 
     def __init__(self, server):
-        super().__init__(AsyncOpenAI(base_url=server.url, api_key="none", timeout=20), "tiny")
+        super().__init__(AsyncOpenAI(base_url=server.url, api_key="none", timeout=60), "tiny")
 
     async def async_shutdown(self):
         await super().async_shutdown()

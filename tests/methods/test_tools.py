@@ -407,7 +407,7 @@ def test_the_calls_of_a_server_are_run_too(url):
             return []
 
         server.says = says
-        client = openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+        client = openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
         result = led(OpenaiWorker(client, "m"), MCPWorker([url]), "1 + 2?")
     assert result.output.text == "It is 3."
     assert server.requests[0]["tools"][0]["function"]["name"] == "add"

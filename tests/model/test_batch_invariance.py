@@ -36,6 +36,7 @@ from models import (
     tiny,
     transformers_model,
 )
+from turns import by_turns
 
 ALL = [*RECURRENT, *RECURRENT_MIXTURES]
 [TEXT] = prompts((60,), seed=5)
@@ -145,9 +146,12 @@ def with_wide_steps(architecture: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("forward", ["torch", "auto"])
-@pytest.mark.parametrize("architecture", ["nemotron_h", "zamba2"])
-@pytest.mark.parametrize("steps", [(60,), (1,) * 60, (59, 1), (17, 1, 2, 40)])
+@pytest.mark.parametrize(
+    ("steps", "architecture", "forward"),
+    by_turns(
+        [(60,), (1,) * 60, (59, 1), (17, 1, 2, 40)], ["nemotron_h", "zamba2"], ["torch", "auto"]
+    ),
+)
 def test_steps_are_limited_alike_however_a_prompt_is_cut(
     architecture: str, forward: loader.Forward, steps: tuple[int, ...]
 ) -> None:

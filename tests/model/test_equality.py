@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -132,29 +133,29 @@ ROUTED = {"qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"}
 
 
 def half_precision_matrix() -> list[Any]:
-    """(architecture, layout of the key-value heads, whether the forward is fused, dtype).
+    """(architecture, whether the forward is fused, layout of the key-value heads, dtype).
 
-    Each three of them have one of the two dtypes among the quick tests, by turns, so that layouts,
-    ways of computing, and architectures of several layouts have both there."""
-    cases = []
-    for architecture in models.ARCHITECTURES:
-        if architecture in ("llama_mha", "llama_mqa"):
-            continue  # which are layouts of another one
-        layouts = ["MHA"] if architecture in ("gpt2", "deepseek_v3") else list(KV_HEADS)
-        ways = (True, False) if architecture in FUSED else (False,)
-        cases += [(architecture, layout, fuse) for layout in layouts for fuse in ways]
-    return [
-        pytest.param(
-            *(*case, dtype), marks=[pytest.mark.slow] if (number + number // 2 + other) % 2 else []
-        )
-        for number, case in enumerate(cases)
-        for other, dtype in enumerate(("bfloat16", "float16"))
+    Each architecture has one layout with one dtype among the quick tests for each way that computes
+    it, by turns, so that layouts and ways have both dtypes there."""
+    kinds = [
+        (architecture, fuse)
+        for architecture in models.ARCHITECTURES
+        if architecture not in ("llama_mha", "llama_mqa")  # which are layouts of another one
+        for fuse in ((True, False) if architecture in FUSED else (False,))
     ]
+    cases = []
+    for turn, (architecture, fuse) in enumerate(kinds):
+        layouts = ["MHA"] if architecture in ("gpt2", "deepseek_v3") else list(KV_HEADS)
+        rest = list(product(("bfloat16", "float16"), layouts))
+        for number, (dtype, layout) in enumerate(rest):
+            marks = () if number == (turn + turn // 6) % len(rest) else (pytest.mark.slow,)
+            cases.append(pytest.param(architecture, fuse, layout, dtype, marks=marks))
+    return cases
 
 
-@pytest.mark.parametrize(("architecture", "layout", "fuse", "dtype"), half_precision_matrix())
+@pytest.mark.parametrize(("architecture", "fuse", "layout", "dtype"), half_precision_matrix())
 def test_in_half_precision_each_token_is_the_most_probable_but_for_rounding(
-    architecture: str, layout: str, fuse: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, fuse: bool, layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
     path = models.tiny(architecture, kv_heads=KV_HEADS[layout])

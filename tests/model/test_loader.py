@@ -36,6 +36,7 @@ from forethought.model.attention.base import Capability
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.loader import load
 from forethought.transformers_loading import without_progress_bars
+from turns import by_turns
 
 SMALL = {
     "vocab_size": 64,
@@ -170,9 +171,10 @@ def test_sharded_checkpoints_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
-@pytest.mark.parametrize("architecture", ["llama", "llama_tied_biased"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("forward", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("forward", "quantization", "architecture"),
+    by_turns(["native", "torch"], [None, "int8"], ["llama", "llama_tied_biased"]),
+)
 def test_a_loaded_model_no_longer_maps_the_file_of_its_weights(
     tmp_path: Path, architecture: str, quantization: Any, forward: Any
 ) -> None:

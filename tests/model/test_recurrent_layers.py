@@ -41,6 +41,7 @@ from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
 from models import RECURRENT, greedy, prompts, save_with_vision, tiny, transformers_model
 from redrafter_heads import random_head as redrafter_head
+from turns import by_turns
 
 PROMPTS = prompts((3, 17, 1, 30, 90))
 NEW = 14
@@ -377,8 +378,9 @@ def test_a_snapshot_has_the_states_after_its_last_token(tmp_path: Path) -> None:
     expect_empty(other)
 
 
-@pytest.mark.parametrize("target", ["qwen3_5", "llama"])
-@pytest.mark.parametrize("name", ["draft model", "pearl"])
+@pytest.mark.parametrize(
+    ("name", "target"), by_turns(["draft model", "pearl"], ["qwen3_5", "llama"])
+)
 def test_a_draft_model_may_have_recurrent_layers(name: str, target: str) -> None:
     """It drafts what it would generate itself: all of it is accepted where it is the target."""
     draft_model = {"max_draft_len": 3, "speculative_model": tiny("qwen3_5")}
@@ -424,8 +426,7 @@ def drafting(target: str, name: str, draft_model: str, **limits: Any) -> Engine:
     return engine(target, pages=160, speculative=[config], **limits)
 
 
-@pytest.mark.parametrize("draft_model", ["qwen3_5", "jamba"])
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(("name", "draft_model"), by_turns([*DRAFTED], ["qwen3_5", "jamba"]))
 def test_a_draft_model_with_recurrent_layers_drafts_trees_and_samples(
     name: str, draft_model: str
 ) -> None:

@@ -344,7 +344,7 @@ def test_a_task_that_the_budget_stops_ends_the_slow_work_beside_it():
 
     class Mixed(Controller):
         def process(self, tasks, **kwargs):
-            slow, stopped = ComputeTask(done.wait, 20), GenerationTask("generation")
+            slow, stopped = ComputeTask(done.wait, 60), GenerationTask("generation")
             with pytest.raises(BudgetExceeded):
                 yield [slow, stopped]
             done.set()

@@ -456,7 +456,7 @@ def test_a_controller_that_quits_fails_its_request_and_leaves_nothing_behind(pla
     with ScaffoldingLlm(Quits(kind, place), {TAG: worker}) as llm:
         result = llm.generate_async("bad")
         with pytest.raises(UsageError, match=rf"a controller .*(exit|{kind.__name__})"):
-            result.result(20)
+            result.result(60)
         assert worker.ended_scopes == [result.id] * (place not in ("clone", "call"))
     assert not llm._running
     assert [call.ended for call in worker.calls if call.prompt == "slow"] in ([], ["cancelled"])
@@ -590,10 +590,10 @@ def test_a_request_whose_event_loop_ends_says_so():
 
 
 def test_no_thread_stays_behind():
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     with native() as llm:
         llm.generate("p")
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before  # some of those of before may end meanwhile
 
 
 # ---- streaming ---------------------------------------------------------------------------------

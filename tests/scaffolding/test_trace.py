@@ -42,7 +42,7 @@ def run(controller, script=says, **options):
     with ScaffoldingLlm(controller, workers, trace=True) as llm:
         result = llm.generate_async("p", **options)
         with contextlib.suppress(Exception):  # it is in result.error
-            result.result(30)
+            result.result(60)
     return result
 
 
@@ -218,7 +218,7 @@ def test_a_saved_trace_runs_again_without_a_model_to_the_same_result(name, tmp_p
     result = run(METHODS[name]())
     result.trace.save(tmp_path / "trace.json")
     trace = Trace.load(tmp_path / "trace.json")
-    again = replay(trace, METHODS[name](), timeout=20)
+    again = replay(trace, METHODS[name](), timeout=60)
     assert again.outputs == result.outputs == trace.scaffolding_outputs
     assert again.usage == result.usage
     assert again.outputs
@@ -227,19 +227,19 @@ def test_a_saved_trace_runs_again_without_a_model_to_the_same_result(name, tmp_p
 def test_a_controller_that_asks_for_something_else_is_found_out():
     trace = run(METHODS["vote"]()).trace
     with pytest.raises(UsageError, match="something else than the recorded one"):
-        replay(trace, methods.create("majority_vote", default_sample_num=5), timeout=20)
+        replay(trace, methods.create("majority_vote", default_sample_num=5), timeout=60)
 
 
 def test_a_failed_task_fails_again_with_the_same_words():
     result = run(METHODS["plain"](), lambda p, i: Reply("", error=RuntimeError("no weights")))
-    again = replay(result.trace, METHODS["plain"](), timeout=20)
+    again = replay(result.trace, METHODS["plain"](), timeout=60)
     assert str(again.error) == str(result.error)
     assert "no weights" in str(again.error)
 
 
 def test_a_spent_budget_ends_a_replay_where_it_ended_the_request():
     result = run(METHODS["vote"](), lambda p, i: "x" * 30, budget=Budget(tokens=20))
-    again = replay(result.trace, METHODS["vote"](), timeout=20)
+    again = replay(result.trace, METHODS["vote"](), timeout=60)
     assert again.output == result.output
     assert (again.usage, again.spent_budget) == (result.usage, "tokens")
 

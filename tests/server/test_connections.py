@@ -47,6 +47,13 @@ def rest_of(connection: socket.socket) -> bytes:
 # ---- names --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def named() -> Iterator[Served]:
+    settings = Settings(allowed_hosts=["127.0.0.1", "api.example.com", "*.proxy.example"])
+    with scripted(answers, settings) as running:
+        yield running
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -68,15 +75,13 @@ def rest_of(connection: socket.socket) -> bytes:
         ("", 421),
     ],
 )
-def test_a_request_to_another_name_is_refused(host: str, status: int) -> None:
-    settings = Settings(allowed_hosts=["127.0.0.1", "api.example.com", "*.proxy.example"])
-    with scripted(answers, settings) as running:
-        for path in ("/health", "/v1/models", "/", "/metrics"):
-            answer = running.send(path, headers={"Host": host})
-            assert answer.status == status, answer.text
-        if status == 421:
-            assert answer.error["code"] == "host_not_allowed"
-            assert "--allowed-host" in answer.error["message"]
+def test_a_request_to_another_name_is_refused(named: Served, host: str, status: int) -> None:
+    for path in ("/health", "/v1/models", "/", "/metrics"):
+        answer = named.send(path, headers={"Host": host})
+        assert answer.status == status, answer.text
+    if status == 421:
+        assert answer.error["code"] == "host_not_allowed"
+        assert "--allowed-host" in answer.error["message"]
 
 
 def test_a_request_with_two_names_or_none_is_refused() -> None:

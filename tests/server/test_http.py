@@ -26,6 +26,7 @@ from forethought.server.http import EventStream, LastEvents
 from forethought.server.settings import Settings
 from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, eventually, scripted
+from turns import by_turns
 
 CHAT = "/v1/chat/completions"
 BODY = "http.response.body"
@@ -47,25 +48,27 @@ def say(text: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"messages": [{"role": "user", "content": "\xff"}]}',
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"messages": NaN}',
-        b"[" * 5000,
-        b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
-        b'{"seed": ' + b"9" * 400 + b', "messages": [{"role": "user", "content": "x"}]}',
-    ],
+    ("body", "path"),
+    by_turns(
+        [
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b'"text"',
+            b"\xff\xfe",
+            b'{"messages": [{"role": "user", "content": "\xff"}]}',
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            b'{"messages": NaN}',
+            b"[" * 5000,
+            b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
+            b'{"seed": ' + b"9" * 400 + b', "messages": [{"role": "user", "content": "x"}]}',
+        ],
+        ["/tokenize", CHAT, "/v1/completions", "/v1/responses"],
+    ),
 )
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize"])
 def test_a_malformed_body_is_refused_and_the_server_lives(
-    server: Served, path: str, body: bytes
+    server: Served, body: bytes, path: str
 ) -> None:
     answer = server.send(path, body)
     assert 400 <= answer.status < 500, answer.text

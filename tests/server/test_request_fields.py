@@ -22,6 +22,7 @@ from forethought.server.protocol.completion_request import (
 from forethought.server.protocol.responses_request import ResponseRequest
 from forethought.server.settings import Settings
 from http_servers import Answer, Served, scripted, served
+from turns import by_turns
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 QUESTION = "Sam has 110 nuts. He uses 84. How many nuts does Sam have now?"
@@ -96,10 +97,9 @@ def ask(running: Served, path: str, **fields: Any) -> Answer:
 # ---- precedence --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thought", THOUGHTS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("thought", "shape"), by_turns(THOUGHTS, [*SHAPES]))
 def test_a_thought_that_is_asked_for_stands_in_front_of_a_shape(
-    server: Served, shape: str, thought: dict[str, Any]
+    server: Served, thought: dict[str, Any], shape: str
 ) -> None:
     answer = ask(server, CHAT, **SHAPES[shape], **thought, max_tokens=400, temperature=0).json
     [choice] = answer["choices"]

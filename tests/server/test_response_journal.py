@@ -358,7 +358,7 @@ def test_a_response_that_is_taken_over_slowly_holds_up_no_other(
         slow = threading.Thread(target=server.client.responses.retrieve, args=[ids[0]])
         slow.start()
         try:
-            assert server.client.responses.retrieve(ids[1], timeout=5).output_text == "you said b"
+            assert server.client.responses.retrieve(ids[1]).output_text == "you said b"
         finally:
             is_let_go.set()
             slow.join()

@@ -226,7 +226,7 @@ def test_a_tracer_that_raises_is_logged_and_costs_no_result(event, number, error
         assert llm.generate("p").output.text.startswith("so")
         budget = Budget(tokens=4)
         limited = llm.generate_async("p", budget=budget)
-        assert limited.result(30).spent_budget == "tokens"
+        assert limited.result(60).spent_budget == "tokens"
     is_complete = limited.trace.seconds is not None
     assert is_complete == ("is incomplete" not in caplog.text)
 
@@ -260,7 +260,7 @@ def test_a_worker_that_raises_ends_the_request(method, error):
     ):
         result = llm.generate_async("p")
         with contextlib.suppress(Exception):
-            result.result(30)
+            result.result(60)
         assert result.finished
         assert result.error is None if method != "thinking" else result.error is not None
 

@@ -367,7 +367,7 @@ def test_a_request_on_the_engine_is_replayed_from_its_file(llm, name, tmp_path):
 def test_a_request_on_a_server_is_replayed_from_its_file(llm, name, tmp_path):
     prompt = f"<|user|>{problems()[0]['question']}<|assistant|><think>\n"
     with serving(EngineServer(llm)) as server:
-        worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="none"), "m")
+        worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="none", timeout=60), "m")
         result, trace = recorded(worker, name, prompt, tmp_path)
     expect_replay(result, trace, name)
     assert all(line["input_length"] for line in mooncake_requests([trace]))

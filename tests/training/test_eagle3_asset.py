@@ -48,8 +48,15 @@ def test_it_is_a_head_of_the_authors_layout_for_the_reasoner() -> None:
     assert all(weight.isfinite().all() for weight in head.parameters())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "floor"), [("eagle 3", 3.5), ("eagle 3, dynamic tree", 3.8)])
+@pytest.mark.parametrize(
+    ("name", "floor", "dtype"),
+    [
+        ("eagle 3", 3.5, "float32"),
+        ("eagle 3, dynamic tree", 3.8, "bfloat16"),
+        pytest.param("eagle 3", 3.5, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("eagle 3, dynamic tree", 3.8, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_most_of_its_drafts_are_accepted(name: str, floor: float, dtype: str) -> None:
     config, _ = shipped(name)
     length, drafted = decoded(config, dtype)
@@ -57,6 +64,7 @@ def test_most_of_its_drafts_are_accepted(name: str, floor: float, dtype: str) ->
     assert drafted <= config.max_total_draft_tokens
 
 
+@pytest.mark.slow
 def test_with_as_many_nodes_it_is_ahead_of_medusas_heads() -> None:
     """In trees of one shape, Medusa's own; and more so in the trees that grow as it likes."""
     tree = json.loads((MEDUSA / "config.json").read_text())["medusa_choices"]

@@ -70,6 +70,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize("curriculum", BOTH)
+@pytest.mark.slow
 def test_a_run_is_a_function_of_its_seed_to_the_bit(curriculum, tmp_path):
     first, again, other = (
         run(tmp_path / name, curriculum, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))

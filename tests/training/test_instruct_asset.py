@@ -48,12 +48,10 @@ def test_the_directory_stays_under_eight_megabytes():
     assert sum(path.stat().st_size for path in embedded_dir("instruct").iterdir()) < 8_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reward",
-    [
-        pytest.param(GenRMController(1, yes_no_prompt=f"{YES_NO_PROMPT} "), marks=pytest.mark.slow),
-        JudgeRewardController(),
-    ],
+    [GenRMController(1, yes_no_prompt=f"{YES_NO_PROMPT} "), JudgeRewardController()],
     ids=["genrm", "judge"],
 )
 def test_rewards_that_it_writes_choose_right_answers_where_there_are_any(worker, reward):

@@ -63,25 +63,38 @@ def test_the_command_that_is_printed_at_the_end_generates_with_the_drafter(
     assert json.loads(capsys.readouterr().out)["text"] == drafted["text"]
 
 
+TERMINATED = """
+import signal, sys
+from forethought.cli.main import main
+from forethought.training.trainer import Trainer
+
+learn = Trainer._learn
+
+def terminated(trainer):
+    if trainer.step == 3:
+        signal.raise_signal(signal.SIGTERM)
+    return learn(trainer)
+
+Trainer._learn = terminated
+sys.exit(main(sys.argv[1:]))
+"""
+"""The program, which is terminated at its fourth step."""
+
+
 def test_a_run_that_is_terminated_has_saved_and_goes_on_where_it_was(
     asked: Path, tmp_path: Path
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
     given = options(asked, out, "num_heads: 1, log_every: 1, check_every: 1000", "--steps", "24")
-    with subprocess.Popen(
-        [sys.executable, "-m", "forethought", "train", "medusa", *given],
+    ended = subprocess.run(
+        [sys.executable, "-c", TERMINATED, "train", "medusa", *given],
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if '"step": 3,' in line:
-                process.send_signal(signal.SIGTERM)
-        said = line
-    assert process.returncode == -signal.SIGTERM
-    assert "saved; the same command goes on" in said
-    step = torch.load(out / "checkpoint.pt")["step"]
-    assert 3 <= step < 24
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGTERM
+    assert "saved; the same command goes on" in ended.stderr.splitlines()[-1]
+    assert 3 <= torch.load(out / "checkpoint.pt")["step"] < 24
     whole.mkdir()
     shutil.copyfile(out / "texts.jsonl", whole / "texts.jsonl")
     for folder in (out, whole):

@@ -141,7 +141,7 @@ def test_an_adapter_that_there_is_not_is_refused_by_name(llm: LLM) -> None:
 def test_a_server_is_asked_for_no_adapter() -> None:
     play = Play(partial(generate, ignore_eos=False))
     with serving() as server:
-        worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key"), "model")
+        worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key", timeout=60), "model")
         with (
             ScaffoldingLlm(play, {"generation": worker}) as scaffolding,
             pytest.raises(ParameterError, match="cannot honour adapter"),

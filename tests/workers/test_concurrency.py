@@ -26,7 +26,7 @@ class Refused(Exception):
 
 def ask(server, concurrency, count, at_once=64):
     """Ask as many questions; at most so many are under way."""
-    client = AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0)
+    client = AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0, timeout=60)
     worker = OpenaiWorker(client, "m", concurrency=concurrency)
     controller = NativeGenerationController({"max_tokens": 4})
     with ScaffoldingLlm(controller, {"generation": worker}, at_once) as llm:

@@ -934,7 +934,7 @@ def test_two_scaffolding_llms_share_one_worker(worker, long):
     workers = {"generation": worker}
     with ScaffoldingLlm(native, workers) as one, ScaffoldingLlm(native, workers) as two:
         results = [llm.generate_async(PROMPT) for llm in (one, two) for _ in range(4)]
-        texts = {tuple(result.result(20).output.token_ids) for result in results}
+        texts = {tuple(result.result(60).output.token_ids) for result in results}
     assert texts == {tuple(long.token_ids[:12])}
 
 

@@ -48,7 +48,7 @@ class Client(OpenaiWorker):
     """The worker under test, with a client that it closes."""
 
     def __init__(self, server, **options):
-        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=1, timeout=20)
+        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=1, timeout=60)
         super().__init__(client, "tiny", **options)
 
     async def async_shutdown(self):
@@ -99,7 +99,7 @@ def test_one_worker_serves_several_scaffolding_llms_one_after_another_and_at_onc
         ScaffoldingLlm(NativeChatController(), workers) as other,
     ):
         results = [llm.generate_async("p") for llm in (one, other) * 3]
-        assert [result.result(20).output.text for result in results] == ["Hello world"] * 6
+        assert [result.result(60).output.text for result in results] == ["Hello world"] * 6
 
 
 def test_every_loop_has_a_client_with_the_settings_of_the_one_given(server):
@@ -124,7 +124,7 @@ def test_every_loop_has_a_client_with_the_settings_of_the_one_given(server):
 
 def test_a_scaffolding_llm_that_ends_closes_its_connections_if_they_are_idle(server):
     server.says, server.seconds_per_piece = lambda body: ["x"] * 50, 0.01
-    worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key"), "tiny")
+    worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key", timeout=60), "tiny")
     workers = {"generation": worker}
 
     async def main():
@@ -564,13 +564,20 @@ def test_a_cancelled_stream_closes_its_connection_while_its_request_goes_on(serv
             stream = StreamGenerationTask(
                 input_str="p", worker_tag="generation", streaming_step=1000
             )
-            yield FirstDone([stream, ComputeTask(time.sleep, 0.2)])
+            yield FirstDone([stream, ComputeTask(wait_for_request, server)])
             yield [ComputeTask(wait_for_disconnection, server)]
             tasks[0].output_str = str(server.disconnected)
 
     server.says = lambda body: ["x" * 1000] * 5000
     server.seconds_per_piece = 0.01
     assert answer(Leaver(), Client(server)).output.text == "1"
+
+
+def wait_for_request(server):
+    """Until one is being answered."""
+    deadline = time.perf_counter() + 60
+    while not server.most_seen and time.perf_counter() < deadline:
+        time.sleep(0.01)
 
 
 def wait_for_disconnection(server):
@@ -584,8 +591,7 @@ def test_a_cancelled_generation_closes_its_connection(server):
     server.seconds_per_piece = 0.01
     llm = ScaffoldingLlm(NativeGenerationController(), {"generation": Client(server)})
     result = llm.generate_async("p")
-    while not server.most_seen:  # it is being answered
-        time.sleep(0.01)
+    wait_for_request(server)
     result.abort()
     with pytest.raises(RequestCancelled):
         result.result(60)
@@ -649,7 +655,9 @@ def test_a_connection_that_drops_is_named_with_its_address_and_reason():
 def test_the_password_in_an_address_is_in_no_error():
     with serving(Dropping()) as server:
         url = server.url.replace("//", "//me:s3cret@")
-        worker = OpenaiWorker(AsyncOpenAI(base_url=url, api_key="none", max_retries=0), "m")
+        worker = OpenaiWorker(
+            AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60), "m"
+        )
         with pytest.raises(TaskError, match="was lost") as caught:
             answer(NativeGenerationController(), worker)
     assert "s3cret" not in str(caught.value)

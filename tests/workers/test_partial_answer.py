@@ -104,7 +104,7 @@ class HangingServer(WordServer):
         for number, chunk in enumerate(super().chunks(path, body)):
             if number == self.hangs_after:
                 self.health = 500
-                self.ends.wait(30)
+                self.ends.wait(60)
                 return
             yield chunk
 
@@ -121,14 +121,36 @@ def test_an_answer_goes_on_elsewhere_once_health_checks_have_taken_its_server_do
     assert task.usage_completion_tokens == len(WORDS)
 
 
+class PausingServer(WordServer):
+    """Waits in the middle of an answer; its health checks fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.health, self.waits, self.is_let_go = 500, threading.Event(), threading.Event()
+
+    def chunks(self, path, body):
+        for number, chunk in enumerate(super().chunks(path, body)):
+            if number == 4:
+                self.waits.set()
+                self.is_let_go.wait(60)
+            yield chunk
+
+
 def test_an_answer_whose_chunks_come_is_not_taken_from_a_server_that_answers_no_health_check():
-    with serving(WordServer()) as busy, serving(WordServer()) as other:
-        busy.health, busy.seconds_per_piece = 500, 0.05
-        retries = Retries(pause=0.001, check_seconds=0.1)
-        task = completion()
+    async def answered(worker, task):
+        job = asyncio.create_task(worker.run_task(task))
+        assert await asyncio.to_thread(busy.waits.wait, 60)
+        for _ in range(3):
+            await worker.upstream.check_health()
+        assert not worker.servers[0].is_healthy
+        busy.is_let_go.set()
+        await job
+        await worker.async_shutdown()
+
+    with serving(PausingServer()) as busy, serving(WordServer()) as other:
+        task, retries = completion(), Retries(pause=0.001, check_seconds=60.0)
         worker = UpstreamWorker([busy.url, other.url], "m", retries=retries)
-        run(worker, task)
-    assert not worker.servers[0].is_healthy
+        asyncio.run(answered(worker, task))
     assert task.output_str == ANSWER
     assert not other.requests
 

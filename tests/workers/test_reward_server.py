@@ -22,7 +22,9 @@ openai = pytest.importorskip("openai")
 
 
 def worker_of(server, model="rm", max_retries=0, **settings):
-    client = openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=max_retries)
+    client = openai.AsyncOpenAI(
+        base_url=server.url, api_key="none", max_retries=max_retries, timeout=60
+    )
     return RewardServerWorker(client, model, **settings)
 
 

@@ -243,9 +243,10 @@ def rare_collections() -> Iterator[None]:
     """Garbage collections are rarer inside, and leave out what exists already.
 
     With Python's own thresholds they would take one or two per cent of the processor time, and a
-    full collection would visit all that was loaded, while all streams wait.
+    full collection would visit all that was loaded, while all streams wait. A program that has
+    frozen objects itself keeps them so.
     """
-    thresholds = gc.get_threshold()
+    thresholds, keeps_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_EVERY)
@@ -253,7 +254,8 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not keeps_frozen:
+            gc.unfreeze()
 
 
 class LogHandler(logging.StreamHandler[TextIO]):

@@ -286,7 +286,7 @@ class _Suite:
 
     def _client(self, url: str) -> Worker:
         openai = importlib.import_module("openai")
-        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0)
         extensions = [name for name in EXTENSIONS if name != "guided_decoding"]
         return self._scoring(OpenaiWorker(client, "samples", extensions=extensions))
 
