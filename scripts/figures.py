@@ -78,6 +78,15 @@ WAYS = {
     "draft model": "draft model, assisted generation there",
 }
 
+TASKS = {
+    "repeat": "repeat a passage",
+    "rename": "rename a variable in code",
+    "summarise": "summarise a passage",
+    "prose": "write a story",
+    "chat": "answer a chat",
+}
+"""Of ``benchmarks.real_text``."""
+
 
 def main() -> int:
     """The exit status."""
@@ -294,6 +303,23 @@ def _speed_and_ratio(row: Run) -> str:
     return ratio if speed is None else f"{speed:,.0f} ({ratio})"
 
 
+def real_text(runs: Sequence[Run]) -> str:
+    """Of each run, a row per task and a column per drafter."""
+    return "\n\n".join(f"{_by_task(run['rows'])}\n\n{sources([run])}" for run in runs)
+
+
+def _by_task(rows: Sequence[Run]) -> str:
+    """Ratio to plain decoding in the same round and, in brackets, tokens per step."""
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        plain = f"{row['tokens_per_second']:,.0f}"
+        drafts = f"{row['ratio']:.2f} ({row['tokens_per_step']:.1f})"
+        cells.setdefault(row["task"], []).append(plain if row["drafter"] == "plain" else drafts)
+    heads = ["none: tokens/s" if name == "plain" else f"`{name}`" for name in names]
+    return table([["task", *heads], *([TASKS[task], *line] for task, line in cells.items())], 1)
+
+
 def goodput(runs: Sequence[Run]) -> str:
     """Ratio to plain decoding with this many sequences at once."""
     labels = {batch: [str(batch)] for batch in (1, 4, 16, 64)}
@@ -441,6 +467,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "demo": demo,
     "why": why,
     "coverage": coverage,
+    "real-text": real_text,
     "gpu": gpu,
     "table": transcribed_table,
 }
