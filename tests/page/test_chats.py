@@ -98,7 +98,7 @@ def test_a_system_prompt_comes_before_the_question_and_is_kept(browser: Browser)
         browser.set("#system", "Be brief.")
         ask(browser, "why?")
         status(browser, "Answered")
-        assert server.requests[0]["messages"] == [
+        assert server.requests[0]["input"] == [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "why?"},
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ pytestmark = pytest.mark.page
 
 def numbered(body: dict[str, Any]) -> Iterable[Item]:
     """An answer that says how many messages there were; cut where it has none of the model's."""
-    text = f" and {len(body['messages'])} messages"
+    text = f" and {len(body['input'])} messages"
     reason = "stop" if body.get("continue_final_message") else "length"
     return [started(), answer(text), finished(text, finish_reason=reason)]
 
 
 def sent(server: StandIn) -> list[list[str]]:
     """The messages of each request."""
-    return [[message["content"] for message in body["messages"]] for body in server.requests]
+    return [[message["content"] for message in body["input"]] for body in server.requests]
 
 
 def test_an_answer_is_generated_again_beside_the_one_before(browser: Browser):
@@ -55,7 +54,7 @@ def test_an_edited_answer_is_continued_and_what_was_there_stays(browser: Browser
         status(browser, "Answered")
         again = server.requests[1]
         assert again["continue_final_message"] is True
-        assert again["messages"] == [
+        assert again["input"] == [
             {"role": "user", "content": "one"},
             {"role": "assistant", "content": "It is six,"},
         ]
@@ -249,10 +248,14 @@ def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(brow
 
 
 def test_a_thought_is_open_while_the_model_thinks_and_closed_with_its_answer(browser: Browser):
-    thought = json.dumps({"choices": [{"index": 0, "delta": {"reasoning_content": "hmm"}}]})
-
     def run(body: dict[str, Any]) -> Iterable[Item]:
-        return [started(), f"data: {thought}\n\n", PAUSE, answer("six"), finished("six")]
+        return [
+            started(),
+            {"type": "thought", "text": "hmm"},
+            PAUSE,
+            answer("six"),
+            finished("six"),
+        ]
 
     is_open = "return document.querySelector('.thought').open"
     with StandIn(run) as server:

@@ -326,7 +326,7 @@ export function noteOf(run) {
     case "stopped":
       return `${size}, stopped`;
     case "interrupted":
-      return `${size}, interrupted: the page was left, which ends a run on the server`;
+      return `${size}, interrupted: the page was left`;
     default:
       return `Failed: ${run.error}`;
   }

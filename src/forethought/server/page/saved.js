@@ -53,6 +53,8 @@ const isEvent = form({
   result: maybe(isText),
   seconds: maybe(isNumber),
   usage: maybe(isUsage),
+  spent: maybe(isUsage),
+  number: maybe(isNumber),
   speculation: maybe(isSpeculation),
   finish_reason: maybe(isText),
   message: maybe(isText),
