@@ -126,6 +126,8 @@ def test_files_are_fenced_blocks_of_the_message_and_folded_on_the_page(
     ("name", "content", "why"),
     [
         ("cat.png", b"\x89PNG", "cat.png is an image: the models here read text alone."),
+        ("paper.pdf", b"%PDF-1.7", "paper.pdf is a PDF: the models here read text alone."),
+        ("talk.pptx", b"PK", "talk.pptx is an office document: the models here read text alone."),
         ("program", b"\x00\x01", "program is no text in UTF-8."),
         ("latin.txt", b"caf\xe9", "latin.txt is no text in UTF-8."),
         ("large.txt", b"a" * (2**20 + 1), "large.txt is larger than 1 MB."),
@@ -230,7 +232,7 @@ def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(brow
         ask(browser, "copy")
         status(browser, "Answered")
         browser.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
-        browser.click_button("Copy", ".turn")
+        browser.click("[aria-label='Copy the answer']")
         shows(browser, ".turn button", "Copied")
         assert browser.run("return window.copied") == text
         shows(browser, ".turn [aria-label='Copy the answer']", "Copy")
@@ -240,11 +242,26 @@ def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(brow
         """)
         browser.run("window.copied = ''")
         browser.wait(
-            "[...document.querySelectorAll('.turn button')].some(b => b.textContent === 'Copy')"
+            "document.querySelector('[aria-label=\"Copy the answer\"]').textContent === 'Copy'"
         )
-        browser.click_button("Copy", ".turn")
+        browser.click("[aria-label='Copy the answer']")
         shows(browser, ".turn button", "Copied")
         assert browser.run("return window.copied") == text
+
+
+def test_a_question_is_copied_with_its_files(browser: Browser, tmp_path: Path):
+    path = tmp_path / "main.ts"
+    path.write_text("let x = 1;\n")
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.type("#attach", str(path))
+        shows(browser, "#attachments li", "main.ts")
+        ask(browser, "why?")
+        status(browser, "Answered")
+        browser.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
+        browser.click("[aria-label='Copy the question']")
+        shows(browser, ".turn button", "Copied")
+        assert browser.run("return window.copied") == "why?\n\nmain.ts:\n```ts\nlet x = 1;\n```"
 
 
 def test_a_thought_is_open_while_the_model_thinks_and_closed_with_its_answer(browser: Browser):
