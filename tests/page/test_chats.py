@@ -222,6 +222,7 @@ def test_settings_are_exported_reset_and_imported(browser: Browser, tmp_path: An
         browser.run("document.querySelector('#settings').open = true")
         for field, value in SETTINGS.items():
             browser.set(field, value)
+        assert browser.run("return document.documentElement.scrollHeight <= innerHeight")
         path = tmp_path / "settings.json"
         path.write_text(saved(browser, "Export settings"))
         browser.click("#reset-settings")
@@ -236,3 +237,16 @@ def test_settings_are_exported_reset_and_imported(browser: Browser, tmp_path: An
         status(browser, "This file holds no settings")
         open_page(browser, server.address)
         assert browser.run(entered, [*SETTINGS]) == [*SETTINGS.values()]
+
+
+def test_a_question_that_is_not_asked_yet_outlives_a_reload(browser: Browser):
+    written = "return document.querySelector('#question').value"
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.set("#question", "half a thought")
+        browser.reload()
+        assert browser.run(written) == "half a thought"
+        browser.click("#ask")
+        status(browser, "Answered")
+        browser.reload()
+        assert browser.run(written) == ""

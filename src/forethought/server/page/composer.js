@@ -31,6 +31,8 @@ import { settingsOf } from "./saved.js";
  */
 
 const KEPT = "forethought.settings";
+/** The question that is not asked yet, for the same tab. */
+const UNSENT = "forethought.question";
 const FORMAT = "forethought settings";
 const VERSION = 1;
 const FIELDS = ["budget-tokens", "budget-calls", "budget-seconds", "system"];
@@ -55,6 +57,8 @@ export class Composer {
     /** @type {DrafterChoice[]} */
     this.drafters = [];
     this.question = byId("question");
+    this.question.value = sessionStorage.getItem(UNSENT) ?? "";
+    addEventListener("pagehide", () => sessionStorage.setItem(UNSENT, this.question.value));
     this.form = byId("composer");
     this.form.addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
