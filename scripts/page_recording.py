@@ -52,7 +52,7 @@ SIZE, SHOWN = (1120, 740), (960, 634)
 """Of the window, in CSS pixels, and of the pictures."""
 TYPED = 12
 """Characters of the question between two pictures."""
-HOLD, KEYS, END = 800, 180, 4500
+HOLD, KEYS, END = 800, 150, 3500
 """Milliseconds of the first picture, of those while the question is typed, and of the last one."""
 SERVER = ("--speculative", "draft_target", "--stream-interval", "0")
 CATALOG = ("models", "methods", "drafters", "sampling", "tools", "examples", "load")
