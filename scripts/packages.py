@@ -19,11 +19,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 25_000_000
+"""Of the wheel without the models that no command uses unless it names them."""
+NAMED_MODELS = tuple(f"forethought/assets/{name}/" for name in ("countdown", "instruct", "prm"))
 QUESTION = "Sam has 110 nuts. He uses 84. He uses 12. He uses 8. How many nuts does Sam have now?"
 ANSWER = "\\boxed{6}"
 MISSING = ("No matching distribution found for torch", "Could not find a version that satisfies")
@@ -57,13 +60,14 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="forethought-packages-") as folder:
         wheel = built(Path(folder))
-        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+        size = without_named_models(wheel)
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {size / 1e6:.1f} MB without")
+        print("the models that no command uses unless it names them")
         cells = [
             tried(wheel, python, torch, args.torch_index)
             for python in args.python
             for torch in args.torch
         ]
-        size = wheel.stat().st_size
     for cell in cells:
         print(f"{cell.python:<10}  {cell.torch:<12}  {cell.result}")
     print(json.dumps({"wheel_bytes": size, "cells": [asdict(cell) for cell in cells]}))
@@ -75,6 +79,13 @@ def built(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     run([*pip, "--wheel-dir", str(folder), str(ROOT)], folder)
     return next(folder.glob("*.whl"))
+
+
+def without_named_models(wheel: Path) -> int:
+    """Bytes of a wheel without ``NAMED_MODELS``."""
+    with zipfile.ZipFile(wheel) as files:
+        named = [file for file in files.infolist() if file.filename.startswith(NAMED_MODELS)]
+    return wheel.stat().st_size - sum(file.compress_size for file in named)
 
 
 def tried(wheel: Path, python: str, torch: str, index: str | None) -> Cell:
