@@ -140,7 +140,7 @@ def test_an_edited_question_is_a_branch_that_says_what_it_reused(browser: Browse
             ask(browser, question)
             shows(browser, ".answer", f"answer to {question}")
             status(browser, "Answered")
-        browser.run("document.querySelectorAll('.turn')[1].querySelector('button').click()")
+        browser.click_button("Edit", ".turn:last-child")
         browser.set(".edit textarea", "three")
         browser.click_button("Ask as a branch")
         shows(browser, ".answer", "answer to three")

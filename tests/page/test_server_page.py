@@ -103,7 +103,7 @@ def test_an_edited_question_reuses_the_conversation_before_it(browser: Browser, 
     ask(browser, "Ann buys 44 boxes with 30 stamps each. How many stamps does Ann have now?")
     browser.wait("document.querySelectorAll('.turn').length === 2")
     status(browser, "Answered")
-    browser.run("document.querySelectorAll('.turn')[1].querySelector('button').click()")
+    browser.click_button("Edit", ".turn:last-child")
     browser.set(".edit textarea", "Ann buys 40 boxes. How many boxes does Ann have now?")
     browser.click_button("Ask as a branch")
     shows(browser, ".beside", "2 of 2")
