@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from http_servers import eventually
 from page.browser import Browser
 from page.stand_in import StandIn
 from page.steps import ask, open_page, shows, status, texts
@@ -108,7 +109,7 @@ def test_tools_that_were_called_when_the_page_was_left_are_not_called_again(brow
     with StandIn(adding, WITH_TOOLS) as server:
         open_page(browser, server.address)
         ask(browser, "30 + 1?")
-        shows(browser, ".calls summary", "running")
+        eventually(lambda: len(server.called) == 2)
         browser.reload()
         shows(browser, ".run .status", "interrupted")
         shows(browser, ".calls summary", "has no result")

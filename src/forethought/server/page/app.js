@@ -196,6 +196,7 @@ async function followed(run, control, recorder) {
   const ticking = setInterval(draw, TICK);
   isLeaving = false;
   const take = (/** @type {any} */ event) => {
+    if (isLeaving) throw new Error("The page is left."); // what comes now is read after a reload
     event.at ??= Math.round(performance.now() - began) / 1000;
     run.apply(event);
     recorder.add(event);

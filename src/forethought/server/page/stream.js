@@ -165,10 +165,10 @@ async function readFrom(request, place, signal, onEvent) {
     const event = JSON.parse(data);
     if (event.error) throw new ServerError(0, event.error.message ?? String(event.error));
     const taken = eventsOf(event);
+    for (const each of taken) onEvent({ ...each, number: event.sequence_number });
     place.after = event.sequence_number;
     place.id ||= event.response?.id ?? "";
     place.isOver ||= taken.some(({ type }) => type === "answered");
-    for (const each of taken) onEvent({ ...each, number: event.sequence_number });
     if (place.isOver) return;
   }
   if (!place.id) throw new ServerError(0, "The connection ended before the answer did.");
