@@ -8,6 +8,7 @@
 #   make test-page the server's page in Chromium, its types and its accessibility
 #   make sanitize  the native forward's tests with AddressSanitizer and UBSan, in three minutes
 #   make recording the moving picture of the page in the README, again from a run of the embedded reasoner
+#   make packages  the wheel, built and installed outside the checkout: PYTHONS="python3.11 python3.13" TORCHES="2.9.1 newest"
 #   make docs      the documentation as a site in build/site; fails at a broken link
 #   make lint      only the first half of that
 #   make format    let ruff and clang-format fix what they can
@@ -46,7 +47,7 @@ endif
 MODELS = PYTHONPATH=models$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-page recording test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
+.PHONY: help demo docs test test-all test-page recording packages test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -120,6 +121,11 @@ test-clients: $(setup) $(CLIENTS)/.installed $(AGENTS)/.installed $(CLIENTS)/nod
 		&& export FORETHOUGHT_PYTHON=$$python PYTHONPATH=$(CURDIR)/src CLIENT_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node/node_modules \
 		&& $(CURDIR)/$(CLIENTS)/bin/python -m pytest -c pytest.ini . \
 		&& $(CURDIR)/$(AGENTS)/bin/python -m pytest -c pytest.ini test_openai_agents.py
+
+PYTHONS := python3.11 python3.12 python3.13
+TORCHES := 2.9.1 newest
+packages: $(setup)
+	@$(PY) scripts/packages.py --python $(PYTHONS) --torch $(TORCHES) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 
 docs: $(setup)
 	@$(PY) -c "import mkdocs, material" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[docs]"

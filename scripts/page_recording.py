@@ -46,14 +46,14 @@ INNER = {
     "streaming": True,
 }
 SETTINGS = {"default_sample_num": 8, "generation_controller": INNER}
-SECONDS = 11.0
-"""That the run takes in the recording."""
+SECONDS, MAX_SECONDS = 11.0, 20.0
+"""That the run takes in the recording, and at most the recording."""
 SIZE, SHOWN = (1120, 740), (960, 634)
 """Of the window, in CSS pixels, and of the pictures."""
 TYPED = 12
 """Characters of the question between two pictures."""
-HOLD, END = 700, 4500
-"""Milliseconds of the first picture and of the last one."""
+HOLD, KEYS, END = 800, 150, 3500
+"""Milliseconds of the first picture, of those while the question is typed, and of the last one."""
 SERVER = ("--speculative", "draft_target", "--stream-interval", "0")
 CATALOG = ("models", "methods", "drafters", "sampling", "tools", "examples", "load")
 CLOCK = "const now = performance.now.bind(performance); performance.now = () => now() / {slower};"
@@ -73,17 +73,18 @@ def main() -> None:
         catalog = {path: json.load(urllib.request.urlopen(address + path[1:])) for path in paths}
     slower = SECONDS / stream[-1][0]
     with StandIn(lambda _: slowed(stream, slower), catalog) as server, Browser(*SIZE) as browser:
-        pictures = [*recorded(browser, server.address, slower, seed)]
-    save(pictures, args.out)
+        typed = [*written(browser, server.address, slower, seed)]
+        shown = [*recorded(browser)]
+    seconds = save(typed, shown, args.out)
     size = args.out.stat().st_size
-    print(f"{args.out}: {size:,} bytes, {len(pictures)} pictures, {slower:.1f} times slower")
+    print(f"{args.out}: {size:,} bytes, {seconds:.1f} s, {slower:.1f} times slower")
 
 
-def divided(address: str) -> tuple[int, list[tuple[float, str]]]:
+def divided(address: str) -> tuple[int, list[tuple[float, dict[str, Any]]]]:
     """The first seed whose samples vote for several numbers, the right one most, and its stream."""
     for seed in range(NUM_SEEDS):
         stream = [*taken(address, seed)]
-        events = [json.loads(line[6:]) for _, line in stream if line.startswith("data: {")]
+        events = [event for _, event in stream]
         votes = [event["fields"] for event in events if event.get("name") == "voted"]
         answers = [*votes[-1]["tally"]] if votes and votes[-1]["answer"] == ANSWER else []
         if len(answers) > 1 and all(answer.isdecimal() for answer in answers):
@@ -91,42 +92,41 @@ def divided(address: str) -> tuple[int, list[tuple[float, str]]]:
     raise SystemExit(f"the samples of {NUM_SEEDS} seeds agree")
 
 
-def taken(address: str, seed: int) -> Iterator[tuple[float, str]]:
-    """The lines of a stream, with the seconds after which they came."""
+def taken(address: str, seed: int) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The events of a run, with the seconds after which they came."""
     body = {
         "model": "reasoner",
-        "messages": [{"role": "user", "content": QUESTION}],
+        "input": QUESTION,
         "method": "majority_vote",
         "method_params": SETTINGS,
         "temperature": TEMPERATURE,
         "seed": seed,
         "stream": True,
         "events": True,
-        "stream_options": {"include_usage": True},
     }
     headers = {"Content-Type": "application/json"}
-    url = f"{address}v1/chat/completions"
+    url = f"{address}v1/responses"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     began = time.monotonic()
     with urllib.request.urlopen(request) as response:
         for line in response:
-            if not line.startswith(b"data: [DONE]"):
-                yield time.monotonic() - began, line.decode()
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if event["type"] != "response.created":  # the stand-in has its own
+                    yield time.monotonic() - began, event.get("event", event)
 
 
-def slowed(stream: list[tuple[float, str]], slower: float) -> Iterator[Item]:
-    """The stream, with the seconds between its lines."""
+def slowed(stream: list[tuple[float, dict[str, Any]]], slower: float) -> Iterator[Item]:
+    """The stream, with the seconds between its events."""
     before = 0.0
-    for at, line in stream:
+    for at, event in stream:
         yield slower * (at - before)
-        yield line
+        yield event
         before = at
 
 
-def recorded(
-    browser: Browser, address: str, slower: float, seed: int
-) -> Iterator[tuple[float, Image.Image]]:
-    """Pictures with the seconds at which they were taken."""
+def written(browser: Browser, address: str, slower: float, seed: int) -> Iterator[Image.Image]:
+    """Pictures of the page while the question is typed."""
     clock = CLOCK.format(slower=slower)
     browser.resize(*SIZE)
     browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=clock)
@@ -136,11 +136,15 @@ def recorded(
         browser.set(f"#parameters [name={name}]", json.dumps(value))
     browser.set("#sampling [name=temperature]", str(TEMPERATURE))
     browser.set("#sampling [name=seed]", str(seed))
-    yield time.monotonic(), shot(browser)
+    yield shot(browser)
     browser.run("document.querySelector('#question').focus()")
     for start in range(0, len(QUESTION), TYPED):
         browser.write(QUESTION[start : start + TYPED])
-        yield time.monotonic(), shot(browser)
+        yield shot(browser)
+
+
+def recorded(browser: Browser) -> Iterator[tuple[float, Image.Image]]:
+    """Pictures of the run with the seconds at which they were taken."""
     browser.click("#ask")
     while not browser.text("#status").startswith("Answered"):
         yield time.monotonic(), shot(browser)
@@ -154,11 +158,14 @@ def shot(browser: Browser) -> Image.Image:
     return picture.resize(SHOWN, Image.Resampling.LANCZOS)
 
 
-def save(pictures: list[tuple[float, Any]], path: Path) -> None:
-    """One moving picture; the first stands a moment, the last one longer."""
-    lengths = [int(1000 * (b[0] - a[0])) for a, b in itertools.pairwise(pictures)]
-    lengths[0] += HOLD
-    first, *others = (picture for _, picture in pictures)
+def save(typed: list[Any], shown: list[tuple[float, Any]], path: Path) -> float:
+    """One moving picture; returns its seconds, or ends the program where it is too long."""
+    lengths = [HOLD, *([KEYS] * (len(typed) - 1))]
+    lengths += [int(1000 * (b[0] - a[0])) for a, b in itertools.pairwise(shown)]
+    seconds = (sum(lengths) + END) / 1000
+    if seconds > MAX_SECONDS:
+        raise SystemExit(f"{seconds:.1f} s are too long: the machine has other work")
+    first, *others = (*typed, *(picture for _, picture in shown))
     first.save(
         path,
         save_all=True,
@@ -168,6 +175,7 @@ def save(pictures: list[tuple[float, Any]], path: Path) -> None:
         quality=70,
         method=4,
     )
+    return seconds
 
 
 if __name__ == "__main__":

@@ -66,6 +66,11 @@ def make_server(stdout: int = 1) -> MCPServer:
         """Fail, with many words."""
         raise MCPError(-32000, "E" * size)
 
+    @server.tool(structured_output=False)
+    def long(size: int) -> str:
+        """Say much."""
+        return "L" * size
+
     @server.tool()
     def crash() -> str:
         """End the server."""
@@ -87,11 +92,12 @@ def make_mortal() -> MCPServer:
 
 
 @contextmanager
-def serving(sse: bool = False) -> Iterator[str]:
-    """The URL of a server in a thread."""
+def serving(sse: bool = False, **options: Any) -> Iterator[str]:
+    """The URL of a server in a thread, with options of its app."""
     import uvicorn
 
-    app = make_server().sse_app() if sse else make_server().streamable_http_app()
+    server = make_server()
+    app = server.sse_app() if sse else server.streamable_http_app(**options)
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, ws="none")
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))  # clients may connect before it runs

@@ -17,7 +17,7 @@ def test_the_readme_begins_with_a_recording_that_loads_quickly() -> None:
     assert RECORDING.stat().st_size < MAX_BYTES
 
 
-def test_the_recording_shows_a_run_for_about_twenty_seconds() -> None:
+def test_the_recording_shows_a_run_for_at_most_twenty_seconds() -> None:
     image = pytest.importorskip("PIL.Image")
     with image.open(RECORDING) as recording:
         durations = []
@@ -25,7 +25,7 @@ def test_the_recording_shows_a_run_for_about_twenty_seconds() -> None:
             recording.seek(number)
             recording.load()
             durations.append(recording.info["duration"])
-    assert 12_000 < sum(durations) < 28_000
+    assert 12_000 < sum(durations) <= 20_000
     assert len(durations) > 30
 
 

@@ -102,7 +102,18 @@ def test_the_model_reads_what_its_tools_answer_in_the_order_of_its_calls(url):
     ]
     assert told(chat) == ["3", "hm"]
     names = [tool["function"]["name"] for tool in chat.tools[0]]
-    assert names == ["add", "echo", "divide", "shell", "wait", "pause", "noise", "refuse", "crash"]
+    assert names == [
+        "add",
+        "echo",
+        "divide",
+        "shell",
+        "wait",
+        "pause",
+        "noise",
+        "refuse",
+        "long",
+        "crash",
+    ]
     assert result.output.meta["tools"] == {"rounds": 1, "calls": 2, "errors": 0}
     stages = [event.output for event in result.events(stages=True)]
     shown = [(stage.name, stage.why) for stage in stages if isinstance(stage, Stage)]

@@ -1,15 +1,15 @@
 """A stand-in for the server: the page's files, and its API answered from scripts.
 
 Streams are lists of events. ``PAUSE`` holds a stream until the test releases it, so that a test
-sees a run in its middle without waiting for time to pass. A recorded stream is its lines and the
-seconds between them.
+sees a run in its middle without waiting for time to pass. A recorded stream has the seconds between
+its events, too. As on the server, a stream goes on without its client, and can be read again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -20,8 +20,8 @@ from forethought.server.markdown import blocks
 
 PAUSE = "pause"
 Item = dict[str, Any] | str | float
-"""An event of the run, ``{"type": "answer", "text": ...}`` for a piece of the answer, PAUSE, lines
-of a recorded stream, or seconds to wait.
+"""An event of the run, ``answer`` or ``thought`` with a ``text`` for a piece of either, one of a
+response, PAUSE, or seconds to wait.
 """
 
 POLICY = (
@@ -176,6 +176,67 @@ def started(method: str = "plain", drafter: str = "none", reason: str = "") -> d
     return {"type": "started", "at": 0.0, "id": "r", "method": method, "speculation": told}
 
 
+class Kept:
+    """A response that is generated whether or not somebody reads it."""
+
+    def __init__(self, number: int, items: list[Item], released: threading.Event) -> None:
+        self.id, self.events = f"resp_{number}", list[dict[str, Any]]()
+        self.is_over, self.is_deleted = threading.Event(), threading.Event()
+        self._items, self._released = items, released
+        self._add({"type": "response.created", "response": {"id": self.id}})
+        threading.Thread(target=self._generate, daemon=True).start()
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self.events.append({**event, "sequence_number": len(self.events)})
+
+    def _generate(self) -> None:
+        last: dict[str, Any] = {}
+        for item in self._items:
+            if isinstance(item, float):
+                self.is_deleted.wait(item)
+            elif isinstance(item, dict):
+                self._add(_event_of(item))
+                last = item if item["type"] == "finished" else last
+            while item == PAUSE and not self._released.wait(0.02) and not self.is_deleted.is_set():
+                pass
+            if self.is_deleted.is_set():
+                return
+        if "response" not in self.events[-1]:
+            self._add(_end(last))
+        self.is_over.set()
+
+
+def _event_of(item: dict[str, Any]) -> dict[str, Any]:
+    """The event of a response."""
+    if item["type"].startswith("response."):
+        return item
+    if item["type"] == "answer":
+        return {"type": "response.output_text.delta", "delta": item["text"]}
+    if item["type"] == "thought":
+        return {"type": "response.reasoning_text.delta", "delta": item["text"]}
+    if item["type"] == "error":
+        return {"type": "response.failed", "response": {"error": {"message": item["message"]}}}
+    return {"type": "forethought", "event": item}
+
+
+def _end(last: dict[str, Any]) -> dict[str, Any]:
+    """The last event of a response, whose run has ended with ``last``."""
+    reason, usage = last.get("finish_reason"), last.get("usage")
+    response: dict[str, Any] = {"status": "completed", "output": [], "incomplete_details": None}
+    if reason == "length":
+        response |= {
+            "status": "incomplete",
+            "incomplete_details": {"reason": "max_output_tokens"},
+        }
+    if usage:
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+        }
+    return {"type": f"response.{response['status']}", "response": response}
+
+
 class StandIn:
     """The server.
 
@@ -189,7 +250,9 @@ class StandIn:
         called: those of calls of tools, which wait as paused streams do.
         rendered: the texts that were to be read as Markdown.
         released: set by the test to let paused streams go on.
-        left: set when a client has left a stream before its end.
+        left: set when a response that goes on has been deleted.
+        kept: the responses by their ids.
+        cut: while it is set, connections that stream end.
     """
 
     def __init__(
@@ -203,6 +266,8 @@ class StandIn:
         self.called: list[dict[str, Any]] = []
         self.rendered: list[str] = []
         self.released, self.left = threading.Event(), threading.Event()
+        self.cut = threading.Event()
+        self.kept: dict[str, Kept] = {}
         self.server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self.server.daemon_threads = True
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
@@ -231,6 +296,14 @@ class StandIn:
                     values = stand_in.catalog[self.path]
                     self._send("application/json", json.dumps(values).encode())
                     return
+                if self.path.startswith("/v1/responses/"):
+                    name, _, query = self.path.removeprefix("/v1/responses/").partition("?")
+                    if name in stand_in.kept:
+                        after = int(query.rpartition("=")[2])
+                        self._follow(stand_in.kept[name], after + 1)
+                    else:
+                        self.send_error(404)
+                    return
                 name = self.path.removeprefix("/") or "index.html"
                 found = files("forethought.server") / "page" / name
                 if "/" in name or not found.is_file():
@@ -238,6 +311,13 @@ class StandIn:
                     return
                 kind = TYPES[name.rpartition(".")[2]]
                 self._send(f"{kind}; charset=utf-8", found.read_bytes())
+
+            def do_DELETE(self) -> None:
+                kept = stand_in.kept.pop(self.path.removeprefix("/v1/responses/"), None)
+                if kept is not None and not kept.is_over.is_set():
+                    kept.is_deleted.set()
+                    stand_in.left.set()
+                self._send("application/json", b"{}", 200 if kept else 404)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -270,31 +350,24 @@ class StandIn:
                     refusal = {"error": {"message": str(error), "type": "invalid_request_error"}}
                     self._send("application/json", json.dumps(refusal).encode(), 400)
                     return
+                kept = Kept(len(stand_in.requests), items, stand_in.released)
+                stand_in.kept[kept.id] = kept
+                self._follow(kept, 0)
+
+            def _follow(self, kept: Kept, number: int) -> None:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                try:
-                    self._stream(items)
-                except (BrokenPipeError, ConnectionResetError):
-                    stand_in.left.set()
-
-            def _stream(self, items: list[Item]) -> None:
-                for item in items:
-                    if item == PAUSE:
-                        while not stand_in.released.wait(0.05):
-                            self._write(": alive\n\n")  # fails once the client has left
-                        continue
-                    if isinstance(item, float):
-                        time.sleep(item)
-                    elif isinstance(item, str):
-                        self._write(item)
-                    elif item["type"] == "answer":
-                        delta = {"content": item["text"]}
-                        chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-                        self._write(f"data: {json.dumps(chunk)}\n\n")
-                    else:
-                        self._write(f"event: forethought\ndata: {json.dumps(item)}\n\n")
-                self._write("data: [DONE]\n\n")
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    while not kept.is_deleted.is_set():
+                        is_over, events = kept.is_over.is_set(), kept.events[number:]
+                        for event in events:
+                            self._write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n")
+                        number += len(events)
+                        if is_over or stand_in.cut.is_set():
+                            return
+                        kept.is_over.wait(0.01)
+                        self._write(": alive\n\n")  # fails once the client has left
 
             def _write(self, text: str) -> None:
                 self.wfile.write(text.encode())

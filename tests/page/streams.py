@@ -49,5 +49,5 @@ def votes(body: dict[str, Any]) -> Iterable[Item]:
 
 
 def echo(body: dict[str, Any]) -> Iterable[Item]:
-    text = f"answer to {body['messages'][-1]['content']}"
+    text = f"answer to {body['input'][-1]['content']}"
     return [started(body["method"]), answer(text), finished(text)]

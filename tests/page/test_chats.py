@@ -98,7 +98,7 @@ def test_a_system_prompt_comes_before_the_question_and_is_kept(browser: Browser)
         browser.set("#system", "Be brief.")
         ask(browser, "why?")
         status(browser, "Answered")
-        assert server.requests[0]["messages"] == [
+        assert server.requests[0]["input"] == [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "why?"},
         ]
@@ -205,3 +205,48 @@ def test_keys_open_help_chats_and_a_new_chat_but_not_while_one_types(browser: Br
         status(browser, "Answered")
         browser.run(script, "O", True)
         assert not browser.run("return document.querySelector('.turn')")
+
+
+SETTINGS = {
+    "#method": "dynasor",
+    "#parameters [name=chunk_size]": "32",
+    "#sampling [name=temperature]": "0.3",
+    "#system": "Be brief.",
+}
+
+
+def test_settings_are_exported_reset_and_imported(browser: Browser, tmp_path: Any):
+    entered = "return arguments[0].map((field) => document.querySelector(field)?.value)"
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.run("document.querySelector('#settings').open = true")
+        for field, value in SETTINGS.items():
+            browser.set(field, value)
+        assert browser.run("return document.documentElement.scrollHeight <= innerHeight")
+        path = tmp_path / "settings.json"
+        path.write_text(saved(browser, "Export settings"))
+        browser.click("#reset-settings")
+        assert browser.run(entered, [*SETTINGS]) == ["plain", None, "", ""]
+        browser.type("#import-settings", str(path))
+        status(browser, "Settings imported.")
+        assert browser.run(entered, [*SETTINGS]) == [*SETTINGS.values()]
+        path.write_text(
+            '{"format": "forethought settings", "version": 1, "settings": {"fields": 5}}'
+        )
+        browser.type("#import-settings", str(path))
+        status(browser, "This file holds no settings")
+        open_page(browser, server.address)
+        assert browser.run(entered, [*SETTINGS]) == [*SETTINGS.values()]
+
+
+def test_a_question_that_is_not_asked_yet_outlives_a_reload(browser: Browser):
+    written = "return document.querySelector('#question').value"
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.set("#question", "half a thought")
+        browser.reload()
+        assert browser.run(written) == "half a thought"
+        browser.click("#ask")
+        status(browser, "Answered")
+        browser.reload()
+        assert browser.run(written) == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ pytestmark = pytest.mark.page
 
 def numbered(body: dict[str, Any]) -> Iterable[Item]:
     """An answer that says how many messages there were; cut where it has none of the model's."""
-    text = f" and {len(body['messages'])} messages"
+    text = f" and {len(body['input'])} messages"
     reason = "stop" if body.get("continue_final_message") else "length"
     return [started(), answer(text), finished(text, finish_reason=reason)]
 
 
 def sent(server: StandIn) -> list[list[str]]:
     """The messages of each request."""
-    return [[message["content"] for message in body["messages"]] for body in server.requests]
+    return [[message["content"] for message in body["input"]] for body in server.requests]
 
 
 def test_an_answer_is_generated_again_beside_the_one_before(browser: Browser):
@@ -55,7 +54,7 @@ def test_an_edited_answer_is_continued_and_what_was_there_stays(browser: Browser
         status(browser, "Answered")
         again = server.requests[1]
         assert again["continue_final_message"] is True
-        assert again["messages"] == [
+        assert again["input"] == [
             {"role": "user", "content": "one"},
             {"role": "assistant", "content": "It is six,"},
         ]
@@ -127,6 +126,8 @@ def test_files_are_fenced_blocks_of_the_message_and_folded_on_the_page(
     ("name", "content", "why"),
     [
         ("cat.png", b"\x89PNG", "cat.png is an image: the models here read text alone."),
+        ("paper.pdf", b"%PDF-1.7", "paper.pdf is a PDF: the models here read text alone."),
+        ("talk.pptx", b"PK", "talk.pptx is an office document: the models here read text alone."),
         ("program", b"\x00\x01", "program is no text in UTF-8."),
         ("latin.txt", b"caf\xe9", "latin.txt is no text in UTF-8."),
         ("large.txt", b"a" * (2**20 + 1), "large.txt is larger than 1 MB."),
@@ -231,7 +232,7 @@ def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(brow
         ask(browser, "copy")
         status(browser, "Answered")
         browser.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
-        browser.click_button("Copy", ".turn")
+        browser.click("[aria-label='Copy the answer']")
         shows(browser, ".turn button", "Copied")
         assert browser.run("return window.copied") == text
         shows(browser, ".turn [aria-label='Copy the answer']", "Copy")
@@ -241,18 +242,37 @@ def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(brow
         """)
         browser.run("window.copied = ''")
         browser.wait(
-            "[...document.querySelectorAll('.turn button')].some(b => b.textContent === 'Copy')"
+            "document.querySelector('[aria-label=\"Copy the answer\"]').textContent === 'Copy'"
         )
-        browser.click_button("Copy", ".turn")
+        browser.click("[aria-label='Copy the answer']")
         shows(browser, ".turn button", "Copied")
         assert browser.run("return window.copied") == text
 
 
-def test_a_thought_is_open_while_the_model_thinks_and_closed_with_its_answer(browser: Browser):
-    thought = json.dumps({"choices": [{"index": 0, "delta": {"reasoning_content": "hmm"}}]})
+def test_a_question_is_copied_with_its_files(browser: Browser, tmp_path: Path):
+    path = tmp_path / "main.ts"
+    path.write_text("let x = 1;\n")
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.type("#attach", str(path))
+        shows(browser, "#attachments li", "main.ts")
+        ask(browser, "why?")
+        status(browser, "Answered")
+        browser.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
+        browser.click("[aria-label='Copy the question']")
+        shows(browser, ".turn button", "Copied")
+        assert browser.run("return window.copied") == "why?\n\nmain.ts:\n```ts\nlet x = 1;\n```"
 
+
+def test_a_thought_is_open_while_the_model_thinks_and_closed_with_its_answer(browser: Browser):
     def run(body: dict[str, Any]) -> Iterable[Item]:
-        return [started(), f"data: {thought}\n\n", PAUSE, answer("six"), finished("six")]
+        return [
+            started(),
+            {"type": "thought", "text": "hmm"},
+            PAUSE,
+            answer("six"),
+            finished("six"),
+        ]
 
     is_open = "return document.querySelector('.thought').open"
     with StandIn(run) as server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,10 @@ from page.test_hostile import MARKUP
 
 pytestmark = pytest.mark.page
 
-ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {}},
+}
 WITH_TOOLS = {**JSON, "/v1/tools": {"data": [ADD]}}
 
 
@@ -25,17 +27,17 @@ def calling(*calls: tuple[str, str]) -> Iterable[Item]:
     yield started()
     yield answer("Let me see.")
     for index, (name, args) in enumerate(calls):
-        function = {"name": name, "arguments": args[:3]}
-        opening = {"index": index, "id": f"c{index}", "type": "function", "function": function}
-        for call in (opening, {"index": index, "function": {"arguments": args[3:]}}):
-            choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}
-            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+        item = {"type": "function_call", "call_id": f"c{index}", "name": name, "arguments": ""}
+        yield {"type": "response.output_item.added", "output_index": index, "item": item}
+        for text in (args[:3], args[3:]):
+            kind = "response.function_call_arguments.delta"
+            yield {"type": kind, "output_index": index, "delta": text}
     yield finished("Let me see.", finish_reason="tool_calls")
 
 
 def adding(body: dict[str, Any]) -> Iterable[Item]:
     """Calls two tools at once, then answers."""
-    if body["messages"][-1]["role"] == "tool":
+    if body["input"][-1].get("type") == "function_call_output":
         return [started(), answer("It is 31."), finished("It is 31.")]
     return calling(("add", '{"a": 30, "b": 1}'), ("evil", '{"x": "<b>"}'))
 
@@ -57,14 +59,17 @@ def test_calls_are_shown_as_they_run_and_the_answer_is_made_of_their_results(bro
         assert texts(browser, ".calls li:last-child h4") == ["Arguments", "Error"]
         assert texts(browser, ".answer") == ["Let me see.\n\nIt is 31."]
         assert {"name": "add", "arguments": '{"a": 30, "b": 1}'} in server.called
-        assert [body.get("tools") for body in server.requests] == [[ADD], [ADD]]
-        _, said, *results = server.requests[1]["messages"]
-        assert said["content"] == "Let me see."
-        assert [call["id"] for call in said["tool_calls"]] == ["c0", "c1"]
-        assert results == [
-            {"role": "tool", "tool_call_id": "c0", "content": "31"},
-            {"role": "tool", "tool_call_id": "c1", "content": "Error: no tool"},
+        function = {"type": "function", **ADD["function"]}
+        assert [body.get("tools") for body in server.requests] == [[function], [function]]
+        _, said, *items = server.requests[1]["input"]
+        assert said == {"role": "assistant", "content": "Let me see."}
+        assert [(item["type"], item["call_id"]) for item in items] == [
+            ("function_call", "c0"),
+            ("function_call", "c1"),
+            ("function_call_output", "c0"),
+            ("function_call_output", "c1"),
         ]
+        assert [item["output"] for item in items[2:]] == ["31", "Error: no tool"]
         assert figure(browser, "Prompt") == "40"
         browser.reload()
         shows(browser, ".calls summary", "0.25 s")
@@ -106,7 +111,7 @@ def test_markup_of_a_call_and_its_result_is_shown_as_it_was_written(browser: Bro
     hostile = f"{MARKUP}</script>\u202e"
 
     def once(body: dict[str, Any]) -> Iterable[Item]:
-        if body["messages"][-1]["role"] == "tool":
+        if body["input"][-1].get("type") == "function_call_output":
             return [started(), answer("Done."), finished("Done.")]
         return calling(("echo", hostile), (MARKUP, "{}"), ("__proto__", '{"__proto__": 1}'))
 

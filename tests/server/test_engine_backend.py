@@ -555,6 +555,9 @@ def test_an_answer_goes_on_with_the_last_message(server: Served) -> None:
     plain = server.send("/v1/completions", body).json
     thought = chat["choices"][0]["message"]["reasoning"]
     assert thought == plain["choices"][0]["text"].strip()
+    again = {"input": messages, "continue_final_message": True, "temperature": 0}
+    response = server.send("/v1/responses", {**again, "max_output_tokens": 8}).json
+    assert response["output"][0]["content"][0]["text"] == thought
     nothing = {"messages": messages[:1], "add_generation_prompt": False}
     shorter = server.send("/apply-template", nothing).json["prompt"]
     whole = server.send("/apply-template", {"messages": messages[:1]}).json["prompt"]

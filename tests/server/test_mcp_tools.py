@@ -130,6 +130,32 @@ def test_an_error_is_cut_as_a_result_is(local: Served) -> None:
     assert len(answer["result"]) < 21_000
 
 
+def test_a_message_that_is_too_long_is_an_error_of_its_call_alone(local: Served) -> None:
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(called, local, "pause", '{"seconds": 0.5}')
+        eventually(lambda: local.service.admission.unfinished)
+        answer = called(local, "long", LONG)
+        assert answer["is_error"] is True
+        assert "larger than 1,048,576 bytes" in answer["result"]
+        assert other.result()["result"] == "done"
+    shorter = called(local, "long", '{"size": 1000000}')
+    assert shorter["is_error"] is False
+
+
+LONG = '{"size": 30000000}'
+
+
+def test_an_answer_over_http_has_a_limit() -> None:
+    with (
+        mcp_server.serving(json_response=True) as url,
+        scripted({"?": "x"}, Settings(mcp_servers=[url])) as running,
+    ):
+        answer = called(running, "long", LONG)
+        assert answer["is_error"] is True
+        assert "larger than 1,048,576 bytes" in answer["result"]
+        assert called(running, "add", '{"a": 1, "b": 1}')["result"] == "2"
+
+
 def test_calls_that_hang_leave_places_to_chats(local: Served) -> None:
     local.service.mcp.call_timeout = 1.0
     with ThreadPoolExecutor(8) as pool:

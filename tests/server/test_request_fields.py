@@ -460,6 +460,17 @@ def is_honoured(name: str, method: str, tasks: list[GenerationTask]) -> bool:
     return any(getattr(task, field) == OF_METHODS[name] for task in tasks)
 
 
+def test_responses_take_the_sampling_fields_that_chats_have(script: Served) -> None:
+    calls = script.backend.worker.calls
+    for name in ("seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"):
+        calls.clear()
+        answer = script.send("/v1/responses", {"input": "?", name: OF_METHODS[name]})
+        if answer.status == 200:
+            assert is_honoured(name, "plain", [call.task for call in list(calls)]), name
+        else:
+            assert name in answer.error["message"]
+
+
 @pytest.mark.parametrize("method", sorted(set(methods.names()) - set(methods.REWARDS)))
 def test_no_method_drops_a_sampling_field_of_its_request(script: Served, method: str) -> None:
     calls = script.backend.worker.calls

@@ -8,6 +8,10 @@ The worker connects to a server at the first use of a tool, once per event loop,
 until the ``ScaffoldingLlm`` on that loop ends; a local process ends with the connection. An error
 in a call is its result, for the model to read; a server that cannot be reached is an error of the
 caller.
+
+A message of a server has at most ``MAX_MESSAGE_BYTES``: a longer one is read by nothing that others
+wait for, and is an error of the call that it answers. A local server runs under ``mcp_relay`` for
+that; the package bounds the events of a stream by itself.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ import json
 import logging
 import math
 import shlex
+import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic_core import from_json
@@ -32,6 +39,11 @@ from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_BYTES = 1 << 20
+"""Of a server, which are parsed on the event loop."""
+_RELAY = Path(__file__).with_name("mcp_relay.py")
+_HTTP_SECONDS, _STREAM_SECONDS = 30.0, 300.0
+"""Until a request has failed, and a stream from which nothing comes."""
 _MAX_PAGES = 100
 """Pages of a server's list of tools that are read."""
 
@@ -301,8 +313,9 @@ def _transport(mcp: Any, server: Any) -> Any:
     """How to reach a server, as ``mcp.Client`` takes it: by URL or command."""
     if isinstance(server, str) and server.startswith(("http://", "https://")):
         if server.rstrip("/").endswith("/sse"):
-            return importlib.import_module("mcp.client.sse").sse_client(server)
-        return server
+            connect = importlib.import_module("mcp.client.sse").sse_client
+            return connect(server, httpx_client_factory=_http_client)
+        return _streamable(server)
     words = shlex.split(server) if isinstance(server, str) else server
     if isinstance(words, list | tuple) and words and all(isinstance(w, str) for w in words):
         words = mcp.StdioServerParameters(command=words[0], args=list(words[1:]))
@@ -314,7 +327,65 @@ def _transport(mcp: Any, server: Any) -> Any:
         )
     # bytes that are no text would end the reading, and the connection would seem to be alive
     words = words.model_copy(update={"encoding_error_handler": "replace"})
-    return mcp.stdio_client(words, errlog=sys.__stderr__ or sys.stderr)
+    return mcp.stdio_client(_relayed(words), errlog=sys.__stderr__ or sys.stderr)
+
+
+def _relayed(server: Any) -> Any:
+    """How to start a local server under the relay; one that cannot be started is left as it is,
+    so that the error says why.
+    """
+    if (
+        not sys.executable
+        or shutil.which(server.command, path=(server.env or {}).get("PATH")) is None
+    ):
+        return server
+    relay = ["-I", str(_RELAY), str(MAX_MESSAGE_BYTES), server.command, *server.args]
+    return server.model_copy(update={"command": sys.executable, "args": relay})
+
+
+@asynccontextmanager
+async def _streamable(url: str) -> AsyncGenerator[Any, None]:
+    connect = importlib.import_module("mcp.client.streamable_http").streamable_http_client
+    async with _http_client() as client, connect(url, http_client=client) as streams:
+        yield streams
+
+
+def _http_client(
+    headers: Mapping[str, str] | None = None, timeout: Any = None, auth: Any = None
+) -> Any:
+    """A client as the package makes it, whose answers have a limit."""
+    httpx = importlib.import_module("httpx2")
+    return httpx.AsyncClient(
+        headers={**(headers or {}), "accept-encoding": "identity"},
+        timeout=timeout or httpx.Timeout(_HTTP_SECONDS, read=_STREAM_SECONDS),
+        auth=auth,
+        event_hooks={"response": [_bound]},
+    )
+
+
+async def _bound(response: Any) -> None:
+    """Have the body of an answer fail where it is too large; one that is packed may become so."""
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        is_packed = response.headers.get("content-encoding", "identity") != "identity"
+        response.stream = _bounded_stream(response.stream, 0 if is_packed else MAX_MESSAGE_BYTES)
+
+
+def _bounded_stream(stream: Any, limit: int) -> Any:
+    httpx = importlib.import_module("httpx2")
+
+    class Bounded(httpx.AsyncByteStream):  # type: ignore[misc, name-defined]
+        async def __aiter__(self) -> AsyncGenerator[bytes, None]:
+            num_bytes = 0
+            async for chunk in stream:
+                num_bytes += len(chunk)
+                if num_bytes > limit:
+                    raise httpx.StreamError(f"the message is larger than {limit:,} bytes")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
 
 
 def _name(server: Any) -> str:

@@ -209,6 +209,7 @@ def _prepared(
         thinks_first=sampling.thinks_first,
         schema_fields=schema_fields(body.text.format if body.text else None),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        prompt_end="last" if body.continue_final_message else "answer",
     )
     prompted = service.backend.open(conversation)
     ask = service.ask("resp_", body, prompted, sampling, num_choices=1, caller=caller)

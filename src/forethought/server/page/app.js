@@ -9,8 +9,8 @@ import { RunView, comparison } from "./inspector.js";
 import { Library } from "./library.js";
 import { ChatList, RunList } from "./lists.js";
 import { LoadView } from "./load.js";
-import { Recorder } from "./store.js";
-import { ServerError, ask, get, setKey } from "./stream.js";
+import { Recorder, alone } from "./store.js";
+import { LEFT, ServerError, ask, get, setKey } from "./stream.js";
 import { MAX_ROUNDS, messagesOf, runCalls } from "./tools.js";
 import { Welcome } from "./welcome.js";
 
@@ -34,6 +34,8 @@ let views = [];
 let tree = new Tree();
 /** @type {AbortController | null} of the current run */
 let active = null;
+/** Done once the last run that was followed no longer is. */
+let following = Promise.resolve();
 let frameAsked = false;
 /** Whether the page is being left: what fails then fails because of that. */
 let isLeaving = false;
@@ -86,12 +88,13 @@ const conversation = new ConversationView(
 );
 
 const chatList = new ChatList(library, {
-  open: (chat) => active ? say("A run is in progress. Stop it first.") : openChat(chat),
+  open: (chat) => openChat(chat),
   changed: (chat) => {
     if (chat.id === tree.conversation.id) tree.conversation.title = chat.title;
   },
-  deleted: (chat) => {
+  leave: async (chat) => {
     if (chat.id === tree.conversation.id) newChat();
+    await following;
   },
 });
 
@@ -174,41 +177,52 @@ async function runPlain(run) {
   });
   compare(run, plain);
   await follow(plain);
-  compare(run, plain);
+  if (views.some((view) => view.run === plain)) compare(run, plain);
 }
 
-/** Sends the request of a run and takes in its events until it is over. @param {Run} run */
+/** Takes in the events of a run until it is over, or until another one is. @param {Run} run that begins, or goes on */
 async function follow(run) {
-  const recorder = new Recorder(library.store, run.id);
   const control = (active = new AbortController());
-  const began = performance.now();
+  setBusy(true);
+  following = alone(run.id, (isAlone) => followed(run, control, new Recorder(isAlone ? library.store : null, run.id)));
+  await following;
+}
+
+/** @param {Run} run @param {AbortController} control @param {Recorder} recorder */
+async function followed(run, control, recorder) {
+  const passed = run.events.length ? Math.max(0, Date.now() - run.record.created) : 0;
+  const began = performance.now() - passed;
   run.clock = () => (performance.now() - began) / 1000;
   const ticking = setInterval(draw, TICK);
   isLeaving = false;
   const take = (/** @type {any} */ event) => {
+    if (isLeaving) throw new Error("The page is left."); // what comes now is read after a reload
     event.at ??= Math.round(performance.now() - began) / 1000;
     run.apply(event);
     recorder.add(event);
     draw();
   };
-  setBusy(true);
-  say(`Asked with ${run.method}.`);
+  say(run.events.length ? `The run with ${run.method} goes on.` : `Asked with ${run.method}.`);
   try {
     await answer(run, control.signal, take);
     if (!run.isOver) take({ type: "finished" });
   } catch (error) {
-    if (control.signal.aborted) take({ type: "stopped" });
-    else if (!run.isOver && !isLeaving) take({ type: "error", message: described(error) });
+    const isLeft = control.signal.reason === LEFT;
+    if (isLeft && !run.goesOn) take({ type: "interrupted" });
+    else if (control.signal.aborted && !isLeft) take({ type: "stopped" });
+    else if (!isLeft && !run.isOver && !isLeaving) take({ type: "error", message: described(error) });
     if (error instanceof ServerError && error.status === 401) askForKey();
   } finally {
-    active = null;
+    run.clock = null;
     clearInterval(ticking);
-    setBusy(false);
     await recorder.close();
-    if (isLeaving && !run.isOver) return; // it is told as interrupted when the page comes back
-    await library.keep(run);
-    redraw();
-    say(told(run));
+    if (run.isOver) await library.keep(run);
+    if (active === control) {
+      active = null;
+      setBusy(false);
+      redraw();
+      if (run.isOver) say(told(run));
+    }
   }
 }
 
@@ -219,32 +233,28 @@ async function follow(run) {
  * @param {(event: any) => void} take gets the events, of all rounds on one clock and in one sum
  */
 async function answer(run, signal, take) {
-  const request = { ...run.record.request, stream: true, stream_options: { include_usage: true }, events: true };
-  const spent = { prompt_tokens: 0, completion_tokens: 0 };
-  for (let round = 0; ; round++) {
-    const from = round ? run.now : 0;
-    const before = run.answer.length;
+  for (;;) {
     /** @type {any} */
     let last = null;
-    await ask(request, signal, (event) => {
-      if (event.at !== undefined) event.at += from;
-      if (event.type === "finished" || event.type === "usage") {
-        event.usage = summed(event.usage, spent);
-        if (event.type === "finished") event.seconds = from + (event.seconds ?? 0);
-      }
+    await ask(requestOf(run), run.place, signal, (event) => {
+      if (event.at !== undefined) event.at += run.roundAt;
+      if (event.usage) event.usage = summed(event.usage, run.spent);
+      if (event.type === "finished") event.seconds = run.roundAt + (event.seconds ?? 0);
       if (event.type === "finished" && run.pending.length) last = event;
       else take(event);
     });
-    const calls = run.pending;
-    if (!calls.length || round >= MAX_ROUNDS) return last && take(last);
-    await runCalls(calls, signal, take);
-    Object.assign(spent, last?.usage);
-    const said = run.answer.slice(before);
-    take({ type: "round" });
-    request.messages = [...request.messages, .../** @type {any} */ (messagesOf(said, calls))];
-    delete request.continue_final_message;
-    if (round + 1 >= MAX_ROUNDS) delete request.tools;
+    if (!run.pending.length || run.round >= MAX_ROUNDS) return last && take(last);
+    await runCalls(run.pending, signal, take);
+    take({ type: "round", spent: run.usage ?? run.spent });
   }
+}
+
+/** What is asked in the present round: the calls of earlier ones, with their results, follow the messages. @param {Run} run */
+function requestOf({ record: { request }, round, said, calls }) {
+  if (!round) return request;
+  const { continue_final_message, tools, ...fields } = request;
+  const rounds = said.flatMap((text, number) => messagesOf(text, calls.filter((call) => call.round === number)));
+  return { ...fields, messages: [...request.messages, ...rounds], tools: round < MAX_ROUNDS ? tools : undefined };
 }
 
 /** @param {any} usage @param {{prompt_tokens: number, completion_tokens: number}} spent in earlier rounds */
@@ -360,11 +370,21 @@ function keepConversation() {
   }
 }
 
-/** Loads the runs of the turns that are shown. */
+/** Loads the runs of the turns that are shown, and follows the one that goes on. */
 async function loadShown() {
   await library.loadTurns(tree.path);
   conversation.render(tree);
   meter.changed();
+  const runs = tree.path.map((turn) => library.runOf(turn));
+  const [run] = [...runs, ...runs.map((each) => each && library.plainOf(each))].filter((each) => each?.goesOn);
+  if (run && !active) void follow(run);
+}
+
+/** Leaves the run that is followed: it goes on on the server. */
+function leave() {
+  active?.abort(LEFT);
+  active = null;
+  setBusy(false);
 }
 
 /** Goes on where the page was left. */
@@ -380,6 +400,9 @@ async function restore() {
 
 /** @param {Conversation} chat @param {string} [turnId] of the turn to show */
 async function openChat(chat, turnId) {
+  leave();
+  await following;
+  say("");
   tree = new Tree(chat);
   const turn = chat.turns.find((each) => each.id === turnId);
   if (turn) tree.show(turn);
@@ -392,7 +415,7 @@ async function openChat(chat, turnId) {
 
 /** Begins an empty chat. */
 function newChat() {
-  if (active) return say("A run is in progress. Stop it first.");
+  leave();
   tree = new Tree();
   localStorage.removeItem(CONVERSATION);
   conversation.render(tree);
@@ -414,7 +437,7 @@ function clearViews() {
 async function openRun(run) {
   const { conversation: id, turn } = run.record;
   const kept = id === tree.conversation.id ? tree.conversation : id && (await library.store.loadConversation(id).catch(() => null));
-  if (kept && !active) await openChat(kept, turn);
+  if (kept && !run.clock) await openChat(kept, turn);
   inspect(run);
 }
 

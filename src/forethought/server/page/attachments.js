@@ -9,6 +9,14 @@ const MAX_BYTES = 1 << 20;
 const MAX_TOTAL = 4 << 20;
 const MAX_FILES = 10;
 const MAX_NAME = 120;
+/** What is refused by its name, by its type or, where it has none, by the end of its name. */
+const KINDS = [
+  { type: /^image\/(?!svg)|\.(png|jpe?g|gif|webp|bmp|heic|avif)$/i, name: "an image" },
+  { type: /^audio\/|\.(mp3|wav|ogg|flac|m4a)$/i, name: "an audio file" },
+  { type: /^video\/(?!mp2t)|\.(mp4|mov|mkv|webm)$/i, name: "a video" },
+  { type: /^application\/pdf$|\.pdf$/i, name: "a PDF" },
+  { type: /officedocument|msword|ms-excel|ms-powerpoint|opendocument|\.(docx?|xlsx?|pptx?|od[tsp])$/i, name: "an office document" },
+];
 /** Characters of a pasted text that becomes a file. */
 const LONG = 4000;
 
@@ -50,8 +58,8 @@ export class Attachments {
 
   /** @private Takes a file in, or says why not. @param {File} file @returns {Promise<string>} */
   async refusal(file) {
-    const medium = /^(image|audio|video)\//.exec(file.type)?.[1];
-    if (medium) return `is ${medium === "video" ? "a" : "an"} ${medium}${medium === "audio" ? " file" : ""}: the models here read text alone`;
+    const kind = KINDS.find(({ type }) => type.test(file.type || file.name));
+    if (kind) return `is ${kind.name}: the models here read text alone`;
     if (file.size > MAX_BYTES) return `is larger than 1 MB`;
     if (this.files.length >= MAX_FILES) return `is one file too many: a question takes ${MAX_FILES}`;
     if (this.files.reduce((sum, { text }) => sum + text.length, file.size) > MAX_TOTAL) return "is too much: the files of a question have 4 MB together";

@@ -1,8 +1,9 @@
 // The question and how it is to be answered: method, parameters, drafter, budget, sampling.
 
 import { Attachments, messageOf } from "./attachments.js";
-import { byId, el, fill } from "./dom.js";
+import { byId, download, el, fill } from "./dom.js";
 import { enter, enteredIn, parameterField, textsIn } from "./parameters.js";
+import { settingsOf } from "./saved.js";
 
 /**
  * @typedef {object} Method
@@ -30,6 +31,10 @@ import { enter, enteredIn, parameterField, textsIn } from "./parameters.js";
  */
 
 const KEPT = "forethought.settings";
+/** The question that is not asked yet, for the same tab. */
+const UNSENT = "forethought.question";
+const FORMAT = "forethought settings";
+const VERSION = 1;
 const FIELDS = ["budget-tokens", "budget-calls", "budget-seconds", "system"];
 const CHOICES = ["method", "drafter"];
 
@@ -52,6 +57,8 @@ export class Composer {
     /** @type {DrafterChoice[]} */
     this.drafters = [];
     this.question = byId("question");
+    this.question.value = sessionStorage.getItem(UNSENT) ?? "";
+    addEventListener("pagehide", () => sessionStorage.setItem(UNSENT, this.question.value));
     this.form = byId("composer");
     this.form.addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
@@ -70,6 +77,21 @@ export class Composer {
     byId("method").addEventListener("change", () => this.onMethod());
     byId("drafter").addEventListener("change", () => this.describe());
     this.form.addEventListener("change", () => this.keep());
+    byId("export-settings").addEventListener("click", () => download("settings.json", "application/json", toFile(this.settings)));
+    byId("reset-settings").addEventListener("click", () => this.replace({}));
+    byId("import-settings").addEventListener("change", async (/** @type {any} */ { target }) => {
+      const settings = target.files.length ? fromFile(await target.files[0].text()) : null;
+      if (settings) this.replace(settings);
+      say(settings ? "Settings imported." : "This file holds no settings of forethought.");
+      target.value = "";
+    });
+  }
+
+  /** @private Enters settings in the place of all that are there. @param {Settings} settings */
+  replace(settings) {
+    byId("method").selectedIndex = byId("drafter").selectedIndex = 0;
+    this.enter(settings);
+    this.keep();
   }
 
   /**
@@ -216,6 +238,21 @@ function kept() {
     return JSON.parse(localStorage.getItem(KEPT) ?? "{}") ?? {};
   } catch {
     return {};
+  }
+}
+
+/** Settings as the text of a file. @param {Settings} settings */
+function toFile(settings) {
+  return JSON.stringify({ format: FORMAT, version: VERSION, settings }, null, 2);
+}
+
+/** The settings of a file; null: it holds none. @param {string} text @returns {Settings | null} */
+function fromFile(text) {
+  try {
+    const { format, version, settings } = JSON.parse(text);
+    return format === FORMAT && version === VERSION ? settingsOf(settings) : null;
+  } catch {
+    return null;
   }
 }
 

@@ -182,7 +182,7 @@ class TurnView {
     this.shown = { answer: "", reasoning: "" };
     this.lastStatus = "";
     this.isThinking = false;
-    this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), quietButton("Edit", () => this.edit()), careful("Delete", () => actions.remove(turn), "Delete the question, its answer and what follows"));
+    this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), copyButton(() => messageOf(turn.question, turn.files), "Copy the question"), quietButton("Edit", () => this.edit()), careful("Delete", () => actions.remove(turn), "Delete the question, its answer and what follows"));
     this.goOn = quietButton("Continue", () => actions.rewrite(turn, answerOf(turn, run), true));
     this.goOn.hidden = true;
     this.foot = el(
@@ -326,7 +326,7 @@ export function noteOf(run) {
     case "stopped":
       return `${size}, stopped`;
     case "interrupted":
-      return `${size}, interrupted: the page was left, which ends a run on the server`;
+      return `${size}, interrupted: the page was left`;
     default:
       return `Failed: ${run.error}`;
   }

@@ -5,6 +5,7 @@ import { summarize } from "./figures.js";
 import { Run, replay } from "./run.js";
 import { conversationOf, runOf } from "./saved.js";
 import { Store, newId } from "./store.js";
+import { forget } from "./stream.js";
 
 /**
  * @typedef {import("./run.js").RunRecord} RunRecord
@@ -60,10 +61,10 @@ export class Library {
     const kept = await this.store.loadRun(id).catch(() => null);
     if (!kept) return null;
     const run = replay(kept.record, kept.events);
-    if (!run.isOver) {
+    if (!run.isOver && !run.goesOn) {
       const event = { type: "interrupted", at: run.lastAt };
       run.apply(event);
-      await this.store.saveEvents({ run: id, number: 1e9, events: [event] });
+      await this.store.saveEvents({ run: id, number: Number.MAX_SAFE_INTEGER, events: [event] });
       await this.keep(run);
     }
     this.runs.set(id, run);
@@ -80,6 +81,8 @@ export class Library {
 
   /** @param {string} id */
   async deleteRun(id) {
+    const run = await this.load(id);
+    if (run?.goesOn) forget(run.place.id);
     await this.store.deleteRun(id).catch(this.onFailure);
     this.runs.delete(id);
   }

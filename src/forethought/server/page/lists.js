@@ -42,7 +42,7 @@ function show(id) {
 export class ChatList {
   /**
    * @param {Library} library
-   * @param {{open: (chat: Conversation) => void, changed: (chat: Conversation) => void, deleted: (chat: Conversation) => void}} actions
+   * @param {{open: (chat: Conversation) => void, changed: (chat: Conversation) => void, leave: (chat: Conversation) => Promise<void>}} actions
    */
   constructor(library, actions) {
     this.library = library;
@@ -84,8 +84,8 @@ export class ChatList {
       this.actions.open(chat);
     };
     const remove = async () => {
+      await this.actions.leave(chat);
       await this.library.deleteChat(chat);
-      this.actions.deleted(chat);
       await this.update();
     };
     const about = `${chat.turns.length} ${chat.turns.length === 1 ? "question" : "questions"} · ${new Date(lastUse(chat)).toLocaleString()}`;

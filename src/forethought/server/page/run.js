@@ -112,6 +112,13 @@ export class Run {
     this.round = 0;
     /** The answer before the present round. */
     this.before = this.begun;
+    /** Seconds at which the present round began, and tokens of those before it. */
+    this.roundAt = 0;
+    this.spent = { prompt_tokens: 0, completion_tokens: 0 };
+    /** @type {string[]} texts of the rounds before it */
+    this.said = [];
+    /** @type {import("./stream.js").Place} where its events, in the present round, are */
+    this.place = { id: "", after: -1, isOver: false };
     /** @type {Map<string, Branch>} */
     this.branches = new Map();
     /** @type {Stage[]} */
@@ -149,6 +156,11 @@ export class Run {
     return this.status !== "running";
   }
 
+  /** Whether the server may have more of it. */
+  get goesOn() {
+    return !this.isOver && this.place.id !== "" && !this.place.isOver;
+  }
+
   get method() {
     return this.record.request.method ?? "plain";
   }
@@ -177,7 +189,11 @@ export class Run {
     this.events.push(event);
     const at = Number.isFinite(event.at) ? Number(event.at) : this.lastAt;
     this.lastAt = Math.max(this.lastAt, at);
+    this.place.after = event.number ?? this.place.after;
     switch (event.type) {
+      case "response":
+        this.place.id = event.id;
+        break;
       case "started":
         this.started = event;
         this.branch("", 0).end = null;
@@ -190,6 +206,10 @@ export class Run {
         break;
       case "round":
         this.round++;
+        this.roundAt = at;
+        this.spent = event.spent;
+        this.said.push(this.answer.slice(this.before.length));
+        this.place = { id: "", after: -1, isOver: false };
         this.before = this.answer += this.answer.length > this.before.length ? "\n\n" : "";
         break;
       case "answer":
@@ -198,8 +218,10 @@ export class Run {
         break;
       case "answered":
         this.finishReason = event.finish_reason;
+        this.usage = event.usage ?? this.usage;
+        this.place.isOver = true;
         break;
-      case "usage":
+      case "usage": // of runs that earlier versions have kept
         this.usage = event.usage;
         break;
       case "delta":

@@ -53,6 +53,8 @@ const isEvent = form({
   result: maybe(isText),
   seconds: maybe(isNumber),
   usage: maybe(isUsage),
+  spent: maybe(isUsage),
+  number: maybe(isNumber),
   speculation: maybe(isSpeculation),
   finish_reason: maybe(isText),
   message: maybe(isText),
@@ -70,6 +72,11 @@ const isRecord = form({ id: isText, created: isNumber, request: isRequest, conve
 const isTurn = form({ id: isText, parent: maybe(isText), question: isText, runs: listOf(isText), created: maybe(isNumber), begun: maybe(isText), files: maybe(listOf(form({ name: isText, text: isText }))) });
 const isConversation = form({ turns: listOf(isTurn), active: mapOf(isText), title: maybe(isText), created: maybe(isNumber) });
 const isSettings = form({ fields: maybe(mapOf(isText)), parameters: maybe(mapOf(isText)), sampling: maybe(mapOf(isText)), plain: maybe(isFlag), tools: maybe(isFlag) });
+
+/** The settings of a file; null: it holds none. @param {any} value @returns {Settings | null} */
+export function settingsOf(value) {
+  return isSettings(value) ? value : null;
+}
 
 /** A run of a file; null: it is none. @param {any} record @param {any} events @returns {Run | null} */
 export function runOf(record, events) {
@@ -90,7 +97,7 @@ export function conversationOf(value) {
   }
   const turns = value.turns.map(turnOf);
   const { id, title, active, settings } = value;
-  return { id, title: title ? visible(title) : undefined, created: value.created ?? 0, turns, active, settings: isSettings(settings) ? settings : undefined };
+  return { id, title: title ? visible(title) : undefined, created: value.created ?? 0, turns, active, settings: settingsOf(settings) ?? undefined };
 }
 
 /** @param {any} turn @returns {Turn} */

@@ -122,13 +122,24 @@ export class Store {
   }
 }
 
+/**
+ * Does something for a run, and says whether no other tab does so now.
+ * @param {string} run
+ * @param {(isAlone: boolean) => Promise<void>} use
+ */
+export async function alone(run, use) {
+  if (!navigator.locks) return use(true); // a page that is not served securely has none
+  await navigator.locks.request(`forethought.run.${run}`, { ifAvailable: true }, (lock) => use(lock !== null));
+}
+
 /** Stores the events of one run in batches, a few a second; what is left when the page goes, too. */
 export class Recorder {
-  /** @param {Store} store @param {string} run */
+  /** @param {Store | null} store null: another tab stores them @param {string} run */
   constructor(store, run) {
     this.store = store;
     this.run = run;
-    this.number = 0;
+    /** Of the next batch: after those of an earlier visit. */
+    this.number = Date.now();
     /** @type {RunEvent[]} */
     this.waiting = [];
     /** @type {{run: string, number: number, events: RunEvent[]}[]} batches that are being stored */
@@ -140,6 +151,7 @@ export class Recorder {
 
   /** @param {RunEvent} event */
   add(event) {
+    if (!this.store) return;
     this.waiting.push(event);
     this.timer ||= window.setTimeout(() => this.flush(), FLUSH_MS);
   }
@@ -147,7 +159,7 @@ export class Recorder {
   async flush() {
     clearTimeout(this.timer);
     this.timer = 0;
-    if (!this.waiting.length) return;
+    if (!this.store || !this.waiting.length) return;
     const batch = this.batch();
     this.waiting = [];
     this.number++;

@@ -213,6 +213,12 @@ class Generating(Body):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: int | None = None
+    # of OpenAI's chats and completions; extensions in responses
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     nvext: NvidiaExtensions | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_budget: int | None = None
@@ -243,15 +249,10 @@ class Generating(Body):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
 
-class Penalised(Generating):
+class Completing(Generating):
     """Fields of chats and completions."""
 
     n: Positive | None = None
-    seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     max_tokens: int | None = None
     # as llama.cpp has the shape of the output
     json_schema: Free | None = None

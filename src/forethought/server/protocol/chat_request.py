@@ -16,12 +16,12 @@ from forethought.server.protocol.body import (
     MAX_ITEMS,
     ArgumentsText,
     Body,
+    Completing,
     Count,
     Effort,
     Few,
     Free,
     Interruptible,
-    Penalised,
     Text,
     Verbosity,
 )
@@ -189,7 +189,7 @@ class Prompting(Body):
         return "nothing" if self.add_generation_prompt is False else "answer"
 
 
-class ChatRequest(Penalised, Prompting):
+class ChatRequest(Completing, Prompting):
     """``POST /v1/chat/completions``."""
 
     messages: Messages

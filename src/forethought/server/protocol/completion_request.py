@@ -7,14 +7,14 @@ from typing import Annotated
 from pydantic import Field
 
 from forethought.server.markdown import MAX_CHARACTERS
-from forethought.server.protocol.body import Body, Count, Ids, Penalised, Text
+from forethought.server.protocol.body import Body, Completing, Count, Ids, Text
 from forethought.server.protocol.chat_request import Messages, Prompting
 
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 
 
-class CompletionRequest(Penalised):
+class CompletionRequest(Completing):
     """``POST /v1/completions``."""
 
     prompt: Text | Ids | Texts | IdLists

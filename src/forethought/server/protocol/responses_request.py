@@ -19,7 +19,6 @@ from forethought.server.protocol.body import (
     Free,
     Generating,
     Interruptible,
-    Seed,
     Summary,
     Text,
     Verbosity,
@@ -183,6 +182,7 @@ class ResponseRequest(Generating):
     input: Text | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
+    continue_final_message: bool | None = None
     background: bool | None = None
     store: bool | None = None
     previous_response_id: Text | None = None
@@ -191,7 +191,6 @@ class ResponseRequest(Generating):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    seed: Seed | None = None
     include: Annotated[list[Includable], Field(max_length=32)] | None = None
     top_logprobs: Count | None = None
     truncation: Literal["disabled", "auto"] | None = None

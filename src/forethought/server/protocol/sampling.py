@@ -28,7 +28,7 @@ from forethought.errors import (
     UnknownNameError,
     UsageError,
 )
-from forethought.server.protocol.body import Generating, Penalised
+from forethought.server.protocol.body import Completing, Generating
 from forethought.server.protocol.chat_request import ChatRequest
 from forethought.server.protocol.completion_request import CompletionRequest
 from forethought.server.protocol.responses_request import ResponseRequest
@@ -116,7 +116,7 @@ def sampling_of(
     _read_limit(body, params, fields)
     _read_logprobs(body, params, fields)
     _read_speculation(body, params, fields)
-    if isinstance(body, Penalised) and body.logit_bias:
+    if body.logit_bias:
         params["logit_bias"] = body.logit_bias
     _read_shape(body, None if passes_chats_on else tools, params, fields)
     passes_effort = passes_chats_on or takes_effort
@@ -285,7 +285,7 @@ def _shapes(body: Generating) -> Iterator[tuple[str, GuidedDecodingParams]]:
         fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
         path = ".".join(["structured_outputs", *(fields if len(fields) == 1 else ())])
         yield path, _shape(path, **fields)
-    if isinstance(body, Penalised):
+    if isinstance(body, Completing):
         if body.json_schema is not None:
             yield "json_schema", _shape("json_schema", json=body.json_schema)
         if body.grammar:
