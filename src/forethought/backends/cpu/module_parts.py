@@ -20,7 +20,7 @@ from typing_extensions import override
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.norms import norm_rows
 from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
-from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear
+from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, stored_refusal
 from forethought.model.device import native_threads
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts, weights_of
@@ -279,7 +279,7 @@ def _packs(linear: nn.Module) -> bool:
     if type(linear) is nn.Linear:
         return linear.weight.dtype in TYPES
     weight = linear.weight if isinstance(linear, QuantizedLinear) else None
-    return weight is not None and weight.rounds_input
+    return weight is not None and stored_refusal(weight) is None
 
 
 def _mlp_of(part: nn.Module, dtype: torch.dtype) -> NativeMlp | None:
@@ -334,8 +334,7 @@ def _may_be_experts(part: nn.Module) -> bool:
     if not hasattr(module, "has_gate") or module.has_bias or module.is_transposed:
         return False
     if isinstance(part, QuantizedExperts):
-        weight: Any = part.gate_up[0].weight
-        return weight is not None and weight.rounds_input
+        return all(map(_packs, part.linears()))
     weights = (getattr(part, name, None) for name in weights_of(part))
     return all(isinstance(weight, Tensor) and weight.dtype in TYPES for weight in weights)
 
