@@ -28,12 +28,15 @@ from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
-from models import RECURRENT, prompts, save_random, tiny
+from models import RECURRENT, RECURRENT_MIXTURES, prompts, save_random, tiny, tiny_in_groups
 
 IN_TORCH = {"olmo_hybrid", "kimi_linear"}
 """Families of which torch computes queries, keys and values."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
-ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
+ONE_CALL = [
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
+    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba"),
+]
 """Those of which C++ computes all that a decoder layer does."""
 WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
 TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
@@ -191,7 +194,7 @@ def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) ->
     assert torch.equal(nodes[[0, 1, 3, 5]], whole)
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("quantization", [None, "w8a8", "int8"])
 @pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
 def test_shared_experts_to_which_something_is_added_change_no_other_bit(
     architecture: str, quantization: loader.Quantization | None
@@ -238,7 +241,7 @@ def test_linears_to_which_something_is_added_change_no_other_bit(architecture: s
             hook.remove()
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_MIXTURES])
 def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,25 +268,23 @@ def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
 def save_scaled(directory: Path) -> Path:
     """A model with factors of embeddings and logits, and a tied output projection."""
     factors = {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22}
-    config = AutoConfig.from_pretrained(tiny("granite_hybrid"), **factors, tie_word_embeddings=True)
+    path = tiny_in_groups("granite_hybrid")
+    config = AutoConfig.from_pretrained(path, **factors, tie_word_embeddings=True)
     save_random(config, directory)
     return directory
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("quantization", [None, "w8a8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", [*ONE_CALL, "scaled granite"])
 def test_a_forward_is_one_call_that_gives_the_bits_of_the_module(
     architecture: str, dtype: str, quantization: loader.Quantization | None, tmp_path: Path
 ) -> None:
     is_scaled = architecture == "scaled granite"
-    path = save_scaled(tmp_path / "scaled") if is_scaled else tiny(architecture)
+    path = save_scaled(tmp_path / "scaled") if is_scaled else tiny_in_groups(architecture)
     lm = loader.load(path, dtype=dtype, quantization=quantization, forward="auto")
     network = lm.network
     assert isinstance(network, TransformersNetwork)
-    if (architecture, dtype, quantization) == ("qwen3_5", "bfloat16", "w8a8"):
-        assert network.decoder is None  # its layers differ by more than they may
-        return
     assert network.whole is not None
     with patched_module(network) as calls:
         logits = step_logits(lm)
@@ -407,6 +408,34 @@ def test_routers_and_shared_experts_are_one_call_with_the_experts(architecture: 
         assert torch.equal(alone, block(x))
         hook = block.shared_expert.up_proj.register_forward_hook(lambda _, __, y: 0 * y)
         assert not torch.allclose(block(x), other(x), atol=1e-2)
+        hook.remove()
+
+
+SHARED = {"granite_hybrid_moe": "shared_mlp", "nemotron_h_moe": "shared_experts"}
+"""Families with an MLP of all tokens beside the experts, and its name."""
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+def test_an_mlp_beside_experts_to_which_something_is_added_changes_no_other_bit(
+    architecture: str,
+) -> None:
+    lm = load(architecture)
+    expected = step_logits(lm)
+    assert isinstance(lm.network, TransformersNetwork)
+    linears = [
+        linear
+        for name, part in lm.network.module.named_modules()
+        if name.endswith(SHARED[architecture])
+        for linear in part.children()
+        if hasattr(linear, "packed")
+    ]
+    assert linears
+    for linear in linears:
+        hook = linear.register_forward_hook(lambda *_: None)
+        assert torch.equal(step_logits(lm), expected)
+        hook.remove()
+        hook = linear.register_forward_hook(lambda _, __, y: -2 * y)
+        assert not torch.equal(step_logits(lm), expected)
         hook.remove()
 
 

@@ -148,7 +148,7 @@ class NativeSublayers:
 
 
 def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer]:
-    """Of a decoder layer: attention or recurrence, then an MLP or experts, each after a norm;
+    """Of a decoder layer: attention or recurrence, then an MLP, experts or both, each after a norm;
     empty: it has other parts.
     """
     children = list(layer.children())
@@ -156,10 +156,21 @@ def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer
     mixers = [by_module[child] for child in children if child in by_module]
     others = NativeMlp | NativeMixture
     mlps = [child.forward for child in children if isinstance(child.forward, others)]
-    parts: list[_Part] = mixers + mlps
-    if len(mixers) > 1 or len(mlps) > 1 or len(parts) != len(norms):
+    parts: list[_Part] = mixers + _joined(mlps)
+    if len(mixers) > 1 or len(parts) - len(mixers) > 1 or len(parts) != len(norms):
         return []
     if any(part.num_outputs != part.hidden for part in parts):
         return []
     scale = float(getattr(layer, "residual_multiplier", 1.0))
     return [_Sublayer(norm, part, scale) for norm, part in zip(norms, parts, strict=True)]
+
+
+def _joined(mlps: list[NativeMlp | NativeMixture]) -> list[Any]:
+    """Experts and an MLP of the same inputs as one."""
+    if len(mlps) != 2:
+        return mlps
+    for one, other in (mlps, mlps[::-1]):
+        if isinstance(one, NativeMixture) and isinstance(other, NativeMlp):
+            joined = one.beside(other)
+            return mlps if joined is None else [joined]
+    return mlps

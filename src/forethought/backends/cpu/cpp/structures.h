@@ -364,7 +364,7 @@ struct Mlp {
 struct Mixture {
     const Experts* experts;
     const Mlp* shared;         // or null
-    const Linear* shared_gate; // one output
+    const Linear* shared_gate; // one output; null: 1 takes the place of the sigmoid
     int32_t activation, hidden;
 };
 
@@ -372,7 +372,7 @@ struct MixtureCall {
     const float* x;      // [T, hidden]
     float* y;            // [T, hidden], written
     const float* shared; // [T, hidden]: outputs of the shared MLP; null: they are computed
-    const float* gates;  // [T]: outputs of its gate, where `shared` is given
+    const float* gates;  // [T]: outputs of its gate, where `shared` is given and there is one
     int32_t num_tokens, num_threads;
 };
 
