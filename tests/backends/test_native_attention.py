@@ -35,7 +35,7 @@ IN_TORCH = {"olmo_hybrid", "kimi_linear"}
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
 ONE_CALL = [
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
-    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba"),
+    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba", "falcon_h1"),
 ]
 """Those of which C++ computes all that a decoder layer does."""
 WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
@@ -192,6 +192,23 @@ def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) ->
     nodes = beside.runner.forward([beside.row(1, [5, 6]), tree])[2:]
     assert torch.equal(torch.cat(singles), whole)
     assert torch.equal(nodes[[0, 1, 3, 5]], whole)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "falcon_h1"])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(architecture: str, tmp_path: Path) -> None:
+    """In long runs and short ones, over several chunks of the context."""
+    config = AutoConfig.from_pretrained(tiny(architecture), max_position_embeddings=1024)
+    save_random(config, tmp_path)
+    lm = loader.load(tmp_path, dtype="float32", forward="auto")
+    [text] = prompts((310,))
+    found = []
+    for cuts in ([310], [270, 30, 10], [*[31] * 10], [300, *[1] * 10]):
+        texts, rest, logits = Texts(lm, 1), text, []
+        for count in cuts:
+            logits.append(texts.runner.forward([texts.row(0, rest[:count])]))
+            rest = rest[count:]
+        found.append(torch.cat(logits))
+    assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8", "int8"])
@@ -375,21 +392,35 @@ def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
     step_logits(lm)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "multiplier"),
-    [("falcon_h1", "key_multiplier"), ("granite_hybrid", "residual_multiplier")],
-)
-def test_multipliers_are_those_of_the_modules(
-    architecture: str, multiplier: str, tmp_path: Path
-) -> None:
-    save_random(AutoConfig.from_pretrained(tiny(architecture), **{multiplier: 0.3}), tmp_path)
+MULTIPLIERS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 1.3,
+        "embedding_multiplier": 2.0,
+        "key_multiplier": 0.3,
+        "lm_head_multiplier": 0.6,
+        "mlp_multipliers": [0.8, 1.7],
+        "ssm_in_multiplier": 1.2,
+        "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+        "ssm_out_multiplier": 0.4,
+    },
+    "granite_hybrid": {"residual_multiplier": 0.3},
+}
+
+
+@pytest.mark.parametrize("architecture", MULTIPLIERS)
+def test_multipliers_are_those_of_the_modules(architecture: str, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny(architecture), **MULTIPLIERS[architecture])
+    save_random(config, tmp_path)
     lm, torch_lm = (loader.load(tmp_path, dtype="float32", forward=way) for way in WAYS)
     attention = attention_of(lm)
     assert attention is not None
     assert attention.num_native == len(lm.traits.layers)
     assert isinstance(lm.network, TransformersNetwork)
-    assert (lm.network.decoder is not None) == (architecture in ONE_CALL)
-    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=5e-4)
+    assert lm.network.whole is not None
+    logits = step_logits(lm)
+    torch.testing.assert_close(logits, step_logits(torch_lm), rtol=1e-4, atol=5e-4)
+    assert torch.equal(step_logits(part_by_part(lm)), logits)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])

@@ -261,15 +261,28 @@ def test_a_layer_that_computes_something_else_stays_in_torch(architecture: str) 
     assert not layers_of(module).is_native
 
 
-def test_an_mlp_with_multipliers_stays_in_torch() -> None:
+def test_an_mlp_has_the_multipliers_of_its_module() -> None:
     plain = new_module("falcon_h1", mlp_multipliers=[2.0, 0.5])
     module = new_module("falcon_h1", mlp_multipliers=[2.0, 0.5])
     CpuBackend.use_native_parts(module, ())
     mlp, expected = module.model.layers[0].feed_forward, plain.model.layers[0].feed_forward
-    assert not isinstance(mlp.forward, NativeMlp)
-    assert isinstance(mlp.gate_proj, NativeLinear)
+    assert isinstance(mlp.forward, NativeMlp)
+    assert mlp.forward.packed_struct() is not None
     x = torch.randn(1, 3, module.config.hidden_size)
     torch.testing.assert_close(mlp(x), expected(x), rtol=1e-4, atol=1e-5)
+    hook = mlp.down_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(mlp(x), expected(x), rtol=1e-4, atol=1e-5)
+    hook.remove()
+
+
+def test_an_mlp_that_computes_something_else_stays_in_torch() -> None:
+    module = new_module("falcon_h1")
+    mlp: Any = module.model.layers[0].feed_forward
+    original = mlp.forward
+    mlp.forward = functools.wraps(original)(lambda x: 1.01 * original(x))
+    CpuBackend.use_native_parts(module, ())
+    assert not isinstance(mlp.forward, NativeMlp)
+    assert isinstance(mlp.gate_proj, NativeLinear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

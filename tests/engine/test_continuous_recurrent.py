@@ -27,7 +27,7 @@ from models import greedy, prompts, tiny
 
 ONE_CALL = [
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
-    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba"),
+    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba", "falcon_h1"),
 ]
 """Families whose steps are one call; those of the others are made one by one."""
 FEW = ["qwen3_5", "bamba", "lfm2"]

@@ -70,8 +70,10 @@ class NativeMixture:
             self._struct.shared_gate = ctypes.pointer(gate.packed.struct)
 
     def beside(self, mlp: NativeMlp) -> NativeMixture | None:
-        """The same and an MLP of the same inputs; None: its linears are not packed."""
-        if self.has_shared or mlp.packed_struct() is None:
+        """The same and an MLP of the same inputs; None: its linears are not packed, or it has a
+        factor.
+        """
+        if self.has_shared or mlp.packed_struct() is None or mlp.scale != 1:
             return None
         return NativeMixture(*self._parts, mlp)
 
@@ -145,6 +147,8 @@ def _mixture_of(block: Any) -> NativeMixture | None:
     for name in SHARED.keys() & children.keys():
         shared, gate_name = children.pop(name).forward, SHARED[name]
         if not isinstance(shared, NativeMlp) or shared.packed_struct() is None:
+            return None
+        if shared.scale != 1:
             return None
         if gate_name is not None:
             gate = _packed_gate(block, gate_name) if children.pop(gate_name, None) else None

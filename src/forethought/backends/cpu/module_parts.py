@@ -2,7 +2,7 @@
 
 Linears are packed, and their weights leave the module; MLPs and RMS norms become one call each.
 What a part computes is found by its attributes and tried on a few inputs: one that computes
-something else, such as an MLP with a multiplier, stays as it is. Activations between the parts have
+something else, such as an MLP with a clamp, stays as it is. Activations between the parts have
 the dtype of the module; within an MLP they are float32.
 """
 
@@ -114,6 +114,10 @@ class NativeMlp:
     inner: int
     width: int
     """Outputs of the linears that enter: ``inner``, or twice as many."""
+    gate_scale: float = 1.0
+    """Factor of the outputs of the gate."""
+    scale: float = 1.0
+    """Factor of its own."""
     _struct: MlpStruct | None = field(default=None, init=False)
     """With weights; None: they are not packed."""
 
@@ -130,7 +134,7 @@ class NativeMlp:
         activations = torch.empty(rows.shape[0], struct.width)
         y = torch.empty(rows.shape[0], self.hidden)
         self._call(struct, rows.data_ptr(), activations, y.data_ptr())
-        return y.to(x.dtype).view(x.shape)
+        return self._scaled(y).to(x.dtype).view(x.shape)
 
     def by_linears(self, x: Tensor) -> Tensor:
         """The same, with the products of the part's linears."""
@@ -138,7 +142,10 @@ class NativeMlp:
         activations = float_rows(torch.cat([linear(x) for linear in entering], -1))
         self._call(self._struct_of({}), None, activations, None)
         y: Tensor = down(activations[:, : self.inner].to(x.dtype))
-        return y.view(x.shape)
+        return self._scaled(y).view(x.shape)
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.scale == 1 else y * self.scale
 
     def linears(self) -> list[nn.Module]:
         """Of the part, which are replaced once they are packed."""
@@ -165,6 +172,7 @@ class NativeMlp:
             hidden=self.hidden,
             inner=self.inner,
             width=self.width,
+            gate_scale=self.gate_scale,
         )
 
 
@@ -302,7 +310,9 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
     inner, width = down.in_features, sum(linear.out_features for linear in entering)
     if width not in (inner, 2 * inner):
         return None
-    mlp = NativeMlp(part, names, activation, down.out_features, inner, width)
+    names_of_scales = ("gate_multiplier", "down_multiplier")
+    scales = (float(getattr(part, name, 1.0)) for name in names_of_scales)
+    mlp = NativeMlp(part, names, activation, down.out_features, inner, width, *scales)
     return mlp if agrees(part.forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
 
 

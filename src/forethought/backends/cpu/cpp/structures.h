@@ -357,7 +357,8 @@ struct Mlp {
     Linear gate; // or null; its outputs may be followed by those of `up`, which is null then
     Linear up, down;
     int32_t activation, hidden, inner;
-    int32_t width; // of a row of activations: twice `inner` where there is a gate
+    int32_t width;    // of a row of activations: twice `inner` where there is a gate
+    float gate_scale; // of the outputs of `gate`
 };
 
 // Experts that a router chooses, and an MLP that all tokens pass, times the sigmoid of its gate.
@@ -376,7 +377,8 @@ struct MixtureCall {
     int32_t num_tokens, num_threads;
 };
 
-// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these.
+// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these; or
+// x += scale * recurrent(y) + attention_scale * attention(attention_input * y), where y = norm(x).
 struct Sublayer {
     const float* norm; // [hidden]
     const ModuleAttention* attention;
@@ -384,6 +386,7 @@ struct Sublayer {
     const Mlp* mlp;
     const Mixture* mixture;
     float eps, scale;
+    float attention_input, attention_scale; // beside a recurrent layer
 };
 
 // Consecutive sublayers over a batch; see sublayers.h.
