@@ -234,6 +234,30 @@ def tiny(
     return path
 
 
+_GROUPS: dict[str, Any] = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 64,
+    "kv_lora_rank": 32,
+    "linear_head_dim": 32,
+}
+"""Widths that groups of 4 bits divide."""
+
+
+@functools.cache
+def tiny_in_groups(architecture: str) -> Path:
+    """As ``tiny``, for weights in 4 bits."""
+    path = tiny(architecture)
+    config = AutoConfig.from_pretrained(path)
+    widths = {name: width for name, width in _GROUPS.items() if hasattr(config, name)}
+    config = AutoConfig.from_pretrained(path, **widths)
+    grouped = path.with_name(f"{architecture}-groups")
+    save_random(config, grouped)
+    return grouped
+
+
 def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
     """A tiny module in memory, with random weights, nothing left at zero or one."""
     config = AutoConfig.from_pretrained(tiny(architecture), **changes)

@@ -285,6 +285,20 @@ def test_a_long_prefill_is_the_same_to_the_last_bit_however_it_is_cut(
         assert torch.equal(logits(lm, size, scattered, length=600), whole)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "qwen3"])
+def test_a_prefill_in_float32_is_the_same_to_the_last_bit_in_short_runs(
+    tmp_path: Path, architecture: str
+) -> None:
+    """Of up to 32 tokens, which are computed as decodes are; over several chunks."""
+    config = loader.load(models.tiny(architecture)).config
+    config.update({"max_position_embeddings": 1024, "head_dim": 40})
+    models.save_random(config, tmp_path / "long")
+    lm = loader.load(tmp_path / "long", dtype="float32", forward="native")
+    whole = logits(lm, 600, length=600)
+    for size, scattered in ((32, True), (9, False), (1, True)):
+        assert torch.equal(logits(lm, size, scattered, length=600), whole)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe", "qwen3_moe"])
 def test_what_scratch_memory_held_before_changes_nothing(tmp_path: Path, architecture: str) -> None:
     """Sizes that fill no tile are padded with zeros; what is left over of a tile is not read."""

@@ -28,13 +28,20 @@ from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
+<<<<<<< HEAD
 from models import RECURRENT, prompts, save_random, tiny
 from turns import by_turns
+=======
+from models import RECURRENT, RECURRENT_MIXTURES, prompts, save_random, tiny, tiny_in_groups
+>>>>>>> hybrid8
 
 IN_TORCH = {"olmo_hybrid", "kimi_linear"}
 """Families of which torch computes queries, keys and values."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
-ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
+ONE_CALL = [
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
+    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba", "falcon_h1"),
+]
 """Those of which C++ computes all that a decoder layer does."""
 WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
 TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
@@ -192,7 +199,24 @@ def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) ->
     assert torch.equal(nodes[[0, 1, 3, 5]], whole)
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "falcon_h1"])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(architecture: str, tmp_path: Path) -> None:
+    """In long runs and short ones, over several chunks of the context."""
+    config = AutoConfig.from_pretrained(tiny(architecture), max_position_embeddings=1024)
+    save_random(config, tmp_path)
+    lm = loader.load(tmp_path, dtype="float32", forward="auto")
+    [text] = prompts((310,))
+    found = []
+    for cuts in ([310], [270, 30, 10], [*[31] * 10], [300, *[1] * 10]):
+        texts, rest, logits = Texts(lm, 1), text, []
+        for count in cuts:
+            logits.append(texts.runner.forward([texts.row(0, rest[:count])]))
+            rest = rest[count:]
+        found.append(torch.cat(logits))
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8", "int8"])
 @pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
 def test_shared_experts_to_which_something_is_added_change_no_other_bit(
     architecture: str, quantization: loader.Quantization | None
@@ -239,7 +263,7 @@ def test_linears_to_which_something_is_added_change_no_other_bit(architecture: s
             hook.remove()
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_MIXTURES])
 def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,26 +290,30 @@ def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
 def save_scaled(directory: Path) -> Path:
     """A model with factors of embeddings and logits, and a tied output projection."""
     factors = {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22}
-    config = AutoConfig.from_pretrained(tiny("granite_hybrid"), **factors, tie_word_embeddings=True)
+    path = tiny_in_groups("granite_hybrid")
+    config = AutoConfig.from_pretrained(path, **factors, tie_word_embeddings=True)
     save_random(config, directory)
     return directory
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("architecture", "dtype", "quantization"),
     by_turns([*ONE_CALL, "scaled granite"], ["float32", "bfloat16"], [None, "w8a8"]),
 )
+=======
+@pytest.mark.parametrize("quantization", [None, "w8a8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [*ONE_CALL, "scaled granite"])
+>>>>>>> hybrid8
 def test_a_forward_is_one_call_that_gives_the_bits_of_the_module(
     architecture: str, dtype: str, quantization: loader.Quantization | None, tmp_path: Path
 ) -> None:
     is_scaled = architecture == "scaled granite"
-    path = save_scaled(tmp_path / "scaled") if is_scaled else tiny(architecture)
+    path = save_scaled(tmp_path / "scaled") if is_scaled else tiny_in_groups(architecture)
     lm = loader.load(path, dtype=dtype, quantization=quantization, forward="auto")
     network = lm.network
     assert isinstance(network, TransformersNetwork)
-    if (architecture, dtype, quantization) == ("qwen3_5", "bfloat16", "w8a8"):
-        assert network.decoder is None  # its layers differ by more than they may
-        return
     assert network.whole is not None
     with patched_module(network) as calls:
         logits = step_logits(lm)
@@ -376,21 +404,35 @@ def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
     step_logits(lm)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "multiplier"),
-    [("falcon_h1", "key_multiplier"), ("granite_hybrid", "residual_multiplier")],
-)
-def test_multipliers_are_those_of_the_modules(
-    architecture: str, multiplier: str, tmp_path: Path
-) -> None:
-    save_random(AutoConfig.from_pretrained(tiny(architecture), **{multiplier: 0.3}), tmp_path)
+MULTIPLIERS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 1.3,
+        "embedding_multiplier": 2.0,
+        "key_multiplier": 0.3,
+        "lm_head_multiplier": 0.6,
+        "mlp_multipliers": [0.8, 1.7],
+        "ssm_in_multiplier": 1.2,
+        "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+        "ssm_out_multiplier": 0.4,
+    },
+    "granite_hybrid": {"residual_multiplier": 0.3},
+}
+
+
+@pytest.mark.parametrize("architecture", MULTIPLIERS)
+def test_multipliers_are_those_of_the_modules(architecture: str, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny(architecture), **MULTIPLIERS[architecture])
+    save_random(config, tmp_path)
     lm, torch_lm = (loader.load(tmp_path, dtype="float32", forward=way) for way in WAYS)
     attention = attention_of(lm)
     assert attention is not None
     assert attention.num_native == len(lm.traits.layers)
     assert isinstance(lm.network, TransformersNetwork)
-    assert (lm.network.decoder is not None) == (architecture in ONE_CALL)
-    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=5e-4)
+    assert lm.network.whole is not None
+    logits = step_logits(lm)
+    torch.testing.assert_close(logits, step_logits(torch_lm), rtol=1e-4, atol=5e-4)
+    assert torch.equal(step_logits(part_by_part(lm)), logits)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
@@ -409,6 +451,34 @@ def test_routers_and_shared_experts_are_one_call_with_the_experts(architecture: 
         assert torch.equal(alone, block(x))
         hook = block.shared_expert.up_proj.register_forward_hook(lambda _, __, y: 0 * y)
         assert not torch.allclose(block(x), other(x), atol=1e-2)
+        hook.remove()
+
+
+SHARED = {"granite_hybrid_moe": "shared_mlp", "nemotron_h_moe": "shared_experts"}
+"""Families with an MLP of all tokens beside the experts, and its name."""
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+def test_an_mlp_beside_experts_to_which_something_is_added_changes_no_other_bit(
+    architecture: str,
+) -> None:
+    lm = load(architecture)
+    expected = step_logits(lm)
+    assert isinstance(lm.network, TransformersNetwork)
+    linears = [
+        linear
+        for name, part in lm.network.module.named_modules()
+        if name.endswith(SHARED[architecture])
+        for linear in part.children()
+        if hasattr(linear, "packed")
+    ]
+    assert linears
+    for linear in linears:
+        hook = linear.register_forward_hook(lambda *_: None)
+        assert torch.equal(step_logits(lm), expected)
+        hook.remove()
+        hook = linear.register_forward_hook(lambda _, __, y: -2 * y)
+        assert not torch.equal(step_logits(lm), expected)
         hook.remove()
 
 

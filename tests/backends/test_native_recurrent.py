@@ -27,10 +27,25 @@ from forethought.llm.snapshot import SnapshotStore
 from forethought.model import loader
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.quantization import QuantizedLinear
+from forethought.model.quantized_experts import QuantizedExperts
 from forethought.model.recurrent_layers import RecurrentLayers, find_recurrent_layers
 from forethought.model.runner import ModelRunner
+<<<<<<< HEAD
 from models import RECURRENT, VOCAB, greedy, new_module, prompts, tiny
 from turns import by_turns
+=======
+from models import (
+    RECURRENT,
+    RECURRENT_MIXTURES,
+    VOCAB,
+    greedy,
+    new_module,
+    prompts,
+    tiny,
+    tiny_in_groups,
+)
+>>>>>>> hybrid8
 
 WIDE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 20, "linear_value_head_dim": 72},
@@ -97,10 +112,40 @@ def test_logits_of_batches_and_trees_are_those_of_the_modules(architecture: str)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-4)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_MIXTURES])
+def test_rounded_weights_are_multiplied_in_cpp_and_give_the_logits_of_torch(
+    architecture: str, quantization: loader.Quantization
+) -> None:
+    """Experts among them; torch dequantises the same integers."""
+    path = tiny_in_groups(architecture)
+    lm, torch_lm = (
+        loader.load(path, dtype="float32", quantization=quantization, forward=way)
+        for way in ("auto", "torch")
+    )
+    assert isinstance(lm.network, TransformersNetwork)
+    parts = {type(part) for part in lm.network.module.modules()}
+    assert NativeLinear in parts
+    assert not parts & {QuantizedLinear, QuantizedExperts}
+    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=1e-3)
+
+
+def test_weights_in_4_bits_are_multiplied_in_cpp_in_models_of_any_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of other families are not."""
+    monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", 0)
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": "int4", "forward": "auto"}
+    network = loader.load(tiny_in_groups("qwen3_5"), **settings).network
+    assert isinstance(network, TransformersNetwork)
+    assert network.whole is not None
+
+
 MIXTURES = ["qwen3_5_moe", "qwen3_next", "lfm2_moe"]
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("quantization", [None, "w8a8", "int8"])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_experts_are_computed_in_cpp(
     architecture: str, quantization: loader.Quantization | None
@@ -220,15 +265,28 @@ def test_a_layer_that_computes_something_else_stays_in_torch(architecture: str) 
     assert not layers_of(module).is_native
 
 
-def test_an_mlp_with_multipliers_stays_in_torch() -> None:
+def test_an_mlp_has_the_multipliers_of_its_module() -> None:
     plain = new_module("falcon_h1", mlp_multipliers=[2.0, 0.5])
     module = new_module("falcon_h1", mlp_multipliers=[2.0, 0.5])
     CpuBackend.use_native_parts(module, ())
     mlp, expected = module.model.layers[0].feed_forward, plain.model.layers[0].feed_forward
-    assert not isinstance(mlp.forward, NativeMlp)
-    assert isinstance(mlp.gate_proj, NativeLinear)
+    assert isinstance(mlp.forward, NativeMlp)
+    assert mlp.forward.packed_struct() is not None
     x = torch.randn(1, 3, module.config.hidden_size)
     torch.testing.assert_close(mlp(x), expected(x), rtol=1e-4, atol=1e-5)
+    hook = mlp.down_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(mlp(x), expected(x), rtol=1e-4, atol=1e-5)
+    hook.remove()
+
+
+def test_an_mlp_that_computes_something_else_stays_in_torch() -> None:
+    module = new_module("falcon_h1")
+    mlp: Any = module.model.layers[0].feed_forward
+    original = mlp.forward
+    mlp.forward = functools.wraps(original)(lambda x: 1.01 * original(x))
+    CpuBackend.use_native_parts(module, ())
+    assert not isinstance(mlp.forward, NativeMlp)
+    assert isinstance(mlp.gate_proj, NativeLinear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,10 @@ from forethought.model.causal_lm import CausalLM
 from models import greedy, prompts, tiny
 from turns import by_turns
 
-ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
+ONE_CALL = [
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
+    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba", "falcon_h1"),
+]
 """Families whose steps are one call; those of the others are made one by one."""
 FEW = ["qwen3_5", "bamba", "lfm2"]
 PROMPTS = prompts((3, 17, 9, 30, 70))
@@ -127,12 +130,7 @@ def mixed(architecture: str) -> list[SamplingParams]:
     ]
 
 
-KINDS = [
-    case
-    for case in by_turns(ONE_CALL, ["float32", "bfloat16"], [None, "w8a8"])
-    # whose layers differ from the module's by more than they may
-    if case.values != ("qwen3_5", "bfloat16", "w8a8")
-]
+KINDS = by_turns(ONE_CALL, ["float32", "bfloat16"], [None, "w8a8", "int8"])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,7 @@ def test_tokens_scores_keys_and_states_are_those_of_single_steps(
     assert any(len(each["states"]) > NUM_DECODED for each in expected)  # with those of pages
 
 
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "falcon_h1", "jamba"])
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "zamba2", "kimi_linear"])
 def test_steps_that_are_made_one_by_one_in_a_call_leave_the_same(
     architecture: str, calls: list[int]
 ) -> None:

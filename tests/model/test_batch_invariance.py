@@ -109,14 +109,21 @@ def test_a_token_has_the_same_logits_to_the_last_bit_in_every_batch(architecture
     check_invariance(loader.load(tiny(architecture), dtype="float32", forward="auto"))
 
 
-QUICK = {("jamba", "bfloat16", "w8a8"), ("kimi_linear", "float32", "w8a8")}
+QUICK = {
+    ("jamba", "bfloat16", "w8a8"),
+    ("kimi_linear", "float32", "w8a8"),
+    ("qwen3_5_moe", "float32", "int8"),
+    ("falcon_h1", "bfloat16", "int8"),
+}
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
     for architecture in ALL
     for case in (
         (architecture, "float32", "w8a8"),
+        (architecture, "float32", "int8"),
         (architecture, "bfloat16", None),
         (architecture, "bfloat16", "w8a8"),
+        (architecture, "bfloat16", "int8"),
     )
 ]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forethought.model import backends
@@ -109,6 +110,10 @@ class DecoderLayers:
                 follows = not outputs or hidden_states is outputs[-1]
                 follows &= rotations[0] is rotations[-1]
                 agreed = self.native.agrees(index, hidden_states, y, *arguments)
+                if not agreed and y.dtype != torch.float32:
+                    x = hidden_states.float()
+                    exact = _unrounded(forward, x, *args, **kwargs)
+                    agreed = exact is not None and self.native.agrees(index, x, exact, *arguments)
                 agreements.append(follows and agreed)
                 outputs.append(y)
                 return output
@@ -141,3 +146,15 @@ class DecoderLayers:
     def _arguments(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
         rotation = kwargs.get("position_embeddings")
         return self._attention.batch_call, self._recurrent.token_table, rotation
+
+
+def _unrounded(forward: _Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The hidden states that a layer in 16 bits gives of float32, where the next product may round
+    its inputs by a step less or more; None: it cannot.
+    """
+    try:
+        output = forward(x, *args, **kwargs)
+    except RuntimeError:  # torch computes a part of it
+        return None
+    y: Tensor = output if isinstance(output, Tensor) else output[0]
+    return y

@@ -117,8 +117,8 @@ class CpuBackend(NativeBackend):
         from forethought.backends.cpu.router import use_native_routers
 
         use_native_parts(module, excluded)
-        use_native_mixtures(module)
         use_native_routers(module)
+        use_native_mixtures(module)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:

@@ -2,7 +2,7 @@
 
 Linears are packed, and their weights leave the module; MLPs and RMS norms become one call each.
 What a part computes is found by its attributes and tried on a few inputs: one that computes
-something else, such as an MLP with a multiplier, stays as it is. Activations between the parts have
+something else, such as an MLP with a clamp, stays as it is. Activations between the parts have
 the dtype of the module; within an MLP they are float32.
 """
 
@@ -20,7 +20,7 @@ from typing_extensions import override
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.norms import norm_rows
 from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
-from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear
+from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, stored_refusal
 from forethought.model.device import native_threads
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts, weights_of
@@ -114,6 +114,10 @@ class NativeMlp:
     inner: int
     width: int
     """Outputs of the linears that enter: ``inner``, or twice as many."""
+    gate_scale: float = 1.0
+    """Factor of the outputs of the gate."""
+    scale: float = 1.0
+    """Factor of its own."""
     _struct: MlpStruct | None = field(default=None, init=False)
     """With weights; None: they are not packed."""
 
@@ -130,7 +134,7 @@ class NativeMlp:
         activations = torch.empty(rows.shape[0], struct.width)
         y = torch.empty(rows.shape[0], self.hidden)
         self._call(struct, rows.data_ptr(), activations, y.data_ptr())
-        return y.to(x.dtype).view(x.shape)
+        return self._scaled(y).to(x.dtype).view(x.shape)
 
     def by_linears(self, x: Tensor) -> Tensor:
         """The same, with the products of the part's linears."""
@@ -138,7 +142,10 @@ class NativeMlp:
         activations = float_rows(torch.cat([linear(x) for linear in entering], -1))
         self._call(self._struct_of({}), None, activations, None)
         y: Tensor = down(activations[:, : self.inner].to(x.dtype))
-        return y.view(x.shape)
+        return self._scaled(y).view(x.shape)
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.scale == 1 else y * self.scale
 
     def linears(self) -> list[nn.Module]:
         """Of the part, which are replaced once they are packed."""
@@ -165,6 +172,7 @@ class NativeMlp:
             hidden=self.hidden,
             inner=self.inner,
             width=self.width,
+            gate_scale=self.gate_scale,
         )
 
 
@@ -279,7 +287,7 @@ def _packs(linear: nn.Module) -> bool:
     if type(linear) is nn.Linear:
         return linear.weight.dtype in TYPES
     weight = linear.weight if isinstance(linear, QuantizedLinear) else None
-    return weight is not None and weight.rounds_input
+    return weight is not None and stored_refusal(weight) is None
 
 
 def _mlp_of(part: nn.Module, dtype: torch.dtype) -> NativeMlp | None:
@@ -302,7 +310,9 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
     inner, width = down.in_features, sum(linear.out_features for linear in entering)
     if width not in (inner, 2 * inner):
         return None
-    mlp = NativeMlp(part, names, activation, down.out_features, inner, width)
+    names_of_scales = ("gate_multiplier", "down_multiplier")
+    scales = (float(getattr(part, name, 1.0)) for name in names_of_scales)
+    mlp = NativeMlp(part, names, activation, down.out_features, inner, width, *scales)
     return mlp if agrees(part.forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
 
 
@@ -334,8 +344,7 @@ def _may_be_experts(part: nn.Module) -> bool:
     if not hasattr(module, "has_gate") or module.has_bias or module.is_transposed:
         return False
     if isinstance(part, QuantizedExperts):
-        weight: Any = part.gate_up[0].weight
-        return weight is not None and weight.rounds_input
+        return all(map(_packs, part.linears()))
     weights = (getattr(part, name, None) for name in weights_of(part))
     return all(isinstance(weight, Tensor) and weight.dtype in TYPES for weight in weights)
 

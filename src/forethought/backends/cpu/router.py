@@ -38,15 +38,15 @@ class NativeRouter:
     Args:
         gate: the module.
         bias: float32 ``[num_experts]``, added to the scores by which experts are chosen, or None.
-        dtype: of the weights that it returns.
         settings: fields of ``ExpertsStruct`` in structures.h.
+
+    Attributes:
+        dtype: of the weights that it returns.
     """
 
-    def __init__(
-        self, gate: Any, bias: Tensor | None, dtype: torch.dtype, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, gate: Any, bias: Tensor | None, settings: dict[str, Any]) -> None:
         self._router = PackedLinear.pack(gate.weight, None, float32_input=True)
-        self._bias, self._dtype = bias, dtype
+        self._bias, self.dtype = bias, torch.float32
         self._struct = ExpertsStruct(
             router=ctypes.pointer(self._router.struct),
             bias=None if bias is None else bias.data_ptr(),
@@ -54,6 +54,23 @@ class NativeRouter:
             top_k=gate.top_k,
             **settings,
         )
+
+    @property
+    def num_inputs(self) -> int:
+        """Width of what it reads."""
+        return int(self._router.struct.num_inputs)
+
+    @property
+    def num_experts(self) -> int:
+        """Those it chooses among."""
+        return int(self._struct.num_experts)
+
+    def choosing(self, experts: ExpertsStruct) -> ExpertsStruct:
+        """Packed experts, chosen by this router, whose weights the struct points to."""
+        struct = ExpertsStruct.from_buffer_copy(self._struct)
+        struct.gate_up, struct.down = experts.gate_up, experts.down
+        struct.has_no_gates = experts.has_no_gates
+        return struct
 
     def __call__(self, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         """x ``[..., hidden]`` -> logits ``[T, experts]``, weights and experts ``[T, top_k]``."""
@@ -71,7 +88,7 @@ class NativeRouter:
             num_threads=native_threads(),
         )
         load_library().route(ctypes.byref(struct), ctypes.byref(call))
-        return logits[:, : struct.num_experts], weights.to(self._dtype), chosen.long()
+        return logits[:, : struct.num_experts], weights.to(self.dtype), chosen.long()
 
 
 def use_native_routers(module: nn.Module) -> None:
@@ -105,9 +122,10 @@ def _router_of(block: nn.Module, gate: Any) -> NativeRouter | None:
         dtype = gate(x.to(gate.weight.dtype), *arguments)[1].dtype
     except (TypeError, RuntimeError, IndexError, ValueError, AttributeError):  # it is another
         return None
-    routers = (NativeRouter(gate, bias, dtype, settings) for settings in _settings_of(gate))
+    routers = (NativeRouter(gate, bias, settings) for settings in _settings_of(gate))
     tried = [(router, _dense(router(x), num_experts)) for router in routers]
     router, weights = min(tried, key=lambda pair: float((pair[1] - expected).abs().max()))
+    router.dtype = dtype
     return router if is_close(weights, expected) else None
 
 

@@ -48,22 +48,28 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Sublayer:
-    """``x + scale * part(norm(x))``."""
+    """``x + scale * part(norm(x))``, or the sum of a recurrent layer and attention, which has
+    factors of its own.
+    """
 
     norm: NativeNorm
-    part: _Part
+    parts: Sequence[_Part]
     scale: float
+    attention_input: float = 1.0
+    attention_scale: float = 1.0
 
     def struct(self) -> SublayerStruct | None:
         """None: its linears are not packed."""
-        packed = self.part.packed_struct()
-        if packed is None:
+        packed: dict[str, Any] = {_FIELDS[type(part)]: part.packed_struct() for part in self.parts}
+        if None in packed.values():
             return None
         return SublayerStruct(
             norm=self.norm.weight.data_ptr(),
             eps=self.norm.eps,
             scale=self.scale,
-            **{_FIELDS[type(self.part)]: ctypes.pointer(packed)},
+            attention_input=self.attention_input,
+            attention_scale=self.attention_scale,
+            **{name: ctypes.pointer(struct) for name, struct in packed.items()},
         )
 
 
@@ -83,7 +89,7 @@ class NativeSublayers:
     def __init__(
         self, layers: Sequence[Sequence[_Sublayer]], structs: Sequence[SublayerStruct]
     ) -> None:
-        parts = [sublayer.part for layer in layers for sublayer in layer]
+        parts = _parts_of(layers)
         self._layers, self.structs = layers, (SublayerStruct * len(structs))(*structs)
         self._begins = [0]
         for layer in layers:
@@ -101,7 +107,7 @@ class NativeSublayers:
         sublayers = [_sublayers_of(layer, by_module) for layer in layers]
         structs = [sublayer.struct() for layer in sublayers for sublayer in layer]
         packed = [struct for struct in structs if struct is not None]
-        sizes = {sublayer.part.hidden for layer in sublayers for sublayer in layer}
+        sizes = {part.hidden for part in _parts_of(sublayers)}
         if not all(sublayers) or len(packed) < len(structs) or len(sizes) > 1:
             return None
         return cls(sublayers, packed)
@@ -147,19 +153,57 @@ class NativeSublayers:
         return is_close(self.compute(range(layer, layer + 1), x, *arguments), expected)
 
 
+def _parts_of(layers: Sequence[Sequence[_Sublayer]]) -> list[_Part]:
+    return [part for layer in layers for sublayer in layer for part in sublayer.parts]
+
+
 def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer]:
-    """Of a decoder layer: attention or recurrence, then an MLP or experts, each after a norm;
-    empty: it has other parts.
+    """Of a decoder layer: attention, recurrence or both, then an MLP, experts or both, each after a
+    norm; empty: it has other parts.
     """
     children = list(layer.children())
     norms = [child.forward for child in children if isinstance(child.forward, NativeNorm)]
     mixers = [by_module[child] for child in children if child in by_module]
     others = NativeMlp | NativeMixture
-    mlps = [child.forward for child in children if isinstance(child.forward, others)]
-    parts: list[_Part] = mixers + mlps
-    if len(mixers) > 1 or len(mlps) > 1 or len(parts) != len(norms):
+    mlps = _joined([child.forward for child in children if isinstance(child.forward, others)])
+    kinds = [type(part) for part in mixers]
+    if any(part.num_outputs != part.hidden for part in [*mixers, *mlps]):
         return []
-    if any(part.num_outputs != part.hidden for part in parts):
+    if len(kinds) > len({*kinds}) or len(mlps) > 1 or len(norms) != bool(mixers) + len(mlps):
         return []
-    scale = float(getattr(layer, "residual_multiplier", 1.0))
-    return [_Sublayer(norm, part, scale) for norm, part in zip(norms, parts, strict=True)]
+    sublayers = [_mixing(layer, norms[0], mixers)] if mixers else []
+    scale = _factor(layer, "residual_multiplier")
+    for mlp in mlps:
+        own = mlp.scale if isinstance(mlp, NativeMlp) else 1.0
+        if scale != 1 and own != 1:
+            return []
+        sublayers.append(_Sublayer(norms[-1], [mlp], scale * own))
+    return sublayers
+
+
+def _mixing(layer: Any, norm: NativeNorm, mixers: list[Any]) -> _Sublayer:
+    """Of attention, a recurrent layer, or both."""
+    if len(mixers) == 1:
+        return _Sublayer(norm, mixers, _factor(layer, "residual_multiplier"))
+    return _Sublayer(
+        norm,
+        mixers,
+        scale=_factor(layer, "ssm_out_multiplier"),
+        attention_input=_factor(layer, "attention_in_multiplier"),
+        attention_scale=_factor(layer, "attn_out_multiplier"),
+    )
+
+
+def _factor(layer: Any, name: str) -> float:
+    return float(getattr(layer, name, 1.0))
+
+
+def _joined(mlps: list[NativeMlp | NativeMixture]) -> list[Any]:
+    """Experts and an MLP of the same inputs as one."""
+    if len(mlps) != 2:
+        return mlps
+    for one, other in (mlps, mlps[::-1]):
+        if isinstance(one, NativeMixture) and isinstance(other, NativeMlp):
+            joined = one.beside(other)
+            return mlps if joined is None else [joined]
+    return mlps

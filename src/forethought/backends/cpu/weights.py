@@ -32,6 +32,7 @@ from forethought.model.quantization import (
     QuantizedWeight,
     StoredWeight,
     concatenated,
+    has_output_scales,
 )
 from forethought.model.quantized_experts import QuantizedExperts, weights_of
 
@@ -114,17 +115,22 @@ def _linear_refusal(linear: nn.Module, dtype: torch.dtype) -> str | None:
     weight = linear.weight
     if type(linear) not in (nn.Linear, QuantizedLinear):
         return f"a forward of its own ({type(linear).__name__})"
-    if isinstance(weight, QuantizedWeight):
-        if weight.bits == 8 and (weight.scales.shape[1] != 1 or weight.zeros is not None):
-            return "8 bits in groups or with zero points"
-        if weight.bits == 4 and (weight.shape[1] % 2 or weight.group_size % 2):
-            return "4 bits in groups of odd size"
-        if weight.bits == 4 and weight.shape[1] % weight.scales.shape[1]:
-            return "4 bits in groups of unequal size"
+    if isinstance(weight, Tensor):
+        return None if weight.dtype == dtype else f"weights in {weight.dtype}"
+    return stored_refusal(weight)
+
+
+def stored_refusal(weight: StoredWeight) -> str | None:
+    """What there are no panels of; None: the weight can be packed."""
+    if not isinstance(weight, QuantizedWeight):
         return None
-    if isinstance(weight, BlockWeight):
-        return None
-    return None if weight.dtype == dtype else f"weights in {weight.dtype}"
+    if weight.bits == 8 and not has_output_scales(weight):
+        return "8 bits in groups or with zero points"
+    if weight.bits == 4 and (weight.shape[1] % 2 or weight.group_size % 2):
+        return "4 bits in groups of odd size"
+    if weight.bits == 4 and weight.shape[1] % weight.scales.shape[1]:
+        return "4 bits in groups of unequal size"
+    return None
 
 
 def _kind(linear: nn.Module) -> tuple[object, ...]:

@@ -1,5 +1,5 @@
 // The mixture of experts of a module whose other parts torch computes: router, experts, and a shared
-// MLP with its gate.
+// MLP with its gate or without.
 
 #pragma once
 
@@ -49,13 +49,17 @@ static void run_mixture(const Mixture& w, const MixtureCall& call, float* memory
     run_routed_experts(*w.experts, w.activation, hidden, tokens, x, y, b.routed, thread);
     if (!w.shared) return;
     if (!shared) {
-        product(*w.shared_gate, {x, hidden, nullptr}, tokens, b.gates, 1, false, thread);
-        thread.wait();
+        if (w.shared_gate) {
+            product(*w.shared_gate, {x, hidden, nullptr}, tokens, b.gates, 1, false, thread);
+            thread.wait();
+        }
         run_mlp(*w.shared, x, tokens, b.rows, b.shared, thread);
         thread.wait();
         shared = b.shared, gates = b.gates;
     }
-    for (int64_t t = share.begin; t < share.end; t++)
-        add_scaled(shared + t * hidden, 1 / (1 + expf(-gates[t])), int(hidden), y + t * hidden);
+    for (int64_t t = share.begin; t < share.end; t++) {
+        const float weight = w.shared_gate ? 1 / (1 + expf(-gates[t])) : 1;
+        add_scaled(shared + t * hidden, weight, int(hidden), y + t * hidden);
+    }
     thread.wait();
 }

@@ -17,6 +17,11 @@ static inline void activate_row(float* x, const float* factors, int activation, 
     }
 }
 
+// x [count] *= factor. Not inlined, so that it is not one operation with what follows.
+static __attribute__((noinline)) void scale_row(float* x, float factor, int64_t count) {
+    for (int64_t i = 0; i < count; i++) x[i] *= factor;
+}
+
 // What one thread does; see mlp() in forward.cpp.
 static void run_mlp(
     const Mlp& w, const float* x, int tokens, float* rows, float* y, Thread thread) {
@@ -35,8 +40,10 @@ static void run_mlp(
     for (int part = share.begin; part < share.end; part++) {
         const int first = part % per_row * PANEL, left = w.inner - first;
         float* row = rows + int64_t(part / per_row) * w.width + first;
+        const int count = left < PANEL ? left : PANEL;
         const float* factors = w.width > w.inner ? row + w.inner : nullptr;
-        activate_row(row, factors, w.activation, left < PANEL ? left : PANEL);
+        if (factors && w.gate_scale != 1) scale_row(row, w.gate_scale, count);
+        activate_row(row, factors, w.activation, count);
     }
     if (!y) return;
     thread.wait();

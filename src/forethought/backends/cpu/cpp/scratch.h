@@ -33,13 +33,6 @@ static inline int block_tokens(int group) {
     return MAX_ROWS * (passes > 1 ? passes : 1);
 }
 
-// Floats that a Block computes in.
-static inline int64_t block_size(int64_t dim, int group) {
-    const int64_t rows = int64_t(group) * block_tokens(group);
-    const int64_t unpacked = BLOCK_POSITIONS * round_up(dim); // keys or values
-    return rows * (BLOCK_POSITIONS + round_up(dim) + 2) + PANEL * round_up(dim) + unpacked;
-}
-
 constexpr int TOGETHER_ROWS = 48; // queries of a Together, which share what they read
 constexpr int CHUNK = 256;        // tokens of the context that a few queries attend to at a time
 constexpr int SCORES_WIDTH = CHUNK + 2 * PANEL; // of a query, those of a chunk and what pads them
@@ -48,6 +41,14 @@ constexpr int64_t MAX_PARTS = int64_t(1) << 22; // floats of chunks that are kep
 
 // Floats of a part: what a query attends to in a chunk.
 static inline int64_t part_size(int64_t dim) { return round_up(dim + 2); }
+
+// Floats that a Block computes in.
+static inline int64_t block_size(int64_t dim, int group) {
+    const int64_t rows = int64_t(group) * block_tokens(group), width = round_up(dim);
+    const int64_t unpacked = BLOCK_POSITIONS * width; // keys or values
+    const int64_t parts = (rows + 1) * part_size(dim);
+    return rows * (BLOCK_POSITIONS + width + 2) + PANEL * width + unpacked + parts;
+}
 
 // Floats that Together computes in.
 static inline int64_t together_size(int64_t dim, int64_t group) {

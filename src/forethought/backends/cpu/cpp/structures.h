@@ -357,14 +357,15 @@ struct Mlp {
     Linear gate; // or null; its outputs may be followed by those of `up`, which is null then
     Linear up, down;
     int32_t activation, hidden, inner;
-    int32_t width; // of a row of activations: twice `inner` where there is a gate
+    int32_t width;    // of a row of activations: twice `inner` where there is a gate
+    float gate_scale; // of the outputs of `gate`
 };
 
 // Experts that a router chooses, and an MLP that all tokens pass, times the sigmoid of its gate.
 struct Mixture {
     const Experts* experts;
     const Mlp* shared;         // or null
-    const Linear* shared_gate; // one output
+    const Linear* shared_gate; // one output; null: 1 takes the place of the sigmoid
     int32_t activation, hidden;
 };
 
@@ -372,11 +373,12 @@ struct MixtureCall {
     const float* x;      // [T, hidden]
     float* y;            // [T, hidden], written
     const float* shared; // [T, hidden]: outputs of the shared MLP; null: they are computed
-    const float* gates;  // [T]: outputs of its gate, where `shared` is given
+    const float* gates;  // [T]: outputs of its gate, where `shared` is given and there is one
     int32_t num_tokens, num_threads;
 };
 
-// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these.
+// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these; or
+// x += scale * recurrent(y) + attention_scale * attention(attention_input * y), where y = norm(x).
 struct Sublayer {
     const float* norm; // [hidden]
     const ModuleAttention* attention;
@@ -384,6 +386,7 @@ struct Sublayer {
     const Mlp* mlp;
     const Mixture* mixture;
     float eps, scale;
+    float attention_input, attention_scale; // beside a recurrent layer
 };
 
 // Consecutive sublayers over a batch; see sublayers.h.

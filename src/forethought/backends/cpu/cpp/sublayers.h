@@ -28,9 +28,9 @@ class Sublayers {
             thread.wait();
             compute(w);
             thread.wait();
-            if (w.scale != 1) scale(share, w.scale);
-            for (int64_t j = share.begin * hidden; j < share.end * hidden; j++)
-                call.x[j] += call.y[j];
+            if (w.scale != 1) scale(share, w.scale, call.y);
+            if (w.recurrent && w.attention) add(share, call.normed, call.y);
+            add(share, call.y, call.x);
         }
     }
 
@@ -41,18 +41,17 @@ class Sublayers {
     const int tokens;
     const int64_t hidden;
 
-    // call.y = what is added to call.x, but for a factor
+    // call.y = what is added to call.x, but for a factor, and for attention beside a recurrent
+    // layer, which goes to call.normed.
     void compute(const Sublayer& w) const {
-        if (w.attention)
-            run_attention(
-                *w.attention,
-                {call.normed, call.projected, call.mixed, call.y, call.rotary, call.batch}, thread);
+        if (w.recurrent && w.attention) {
+            recur(w);
+            thread.wait();
+            attend_beside(w);
+        } else if (w.attention)
+            attend(w, call.y);
         else if (w.recurrent)
-            run_recurrent(
-                *w.recurrent,
-                {call.normed, call.projected, call.mixed, call.y, call.tokens, call.rows, tokens,
-                 call.batch->num_rows, thread.count},
-                thread);
+            recur(w);
         else if (w.mixture)
             run_mixture(
                 *w.mixture, {call.normed, call.y, nullptr, nullptr, tokens, thread.count}, memory,
@@ -61,9 +60,37 @@ class Sublayers {
             run_mlp(*w.mlp, call.normed, tokens, call.projected, call.y, thread);
     }
 
-    // Not in one loop with the sum, which would round once.
-    __attribute__((noinline)) void scale(Share share, float factor) const {
-        for (int64_t j = share.begin * hidden; j < share.end * hidden; j++) call.y[j] *= factor;
+    void recur(const Sublayer& w) const {
+        run_recurrent(
+            *w.recurrent,
+            {call.normed, call.projected, call.mixed, call.y, call.tokens, call.rows, tokens,
+             call.batch->num_rows, thread.count},
+            thread);
+    }
+
+    void attend(const Sublayer& w, float* y) const {
+        run_attention(
+            *w.attention, {call.normed, call.projected, call.mixed, y, call.rotary, call.batch},
+            thread);
+    }
+
+    // Attention reads call.normed before it writes there.
+    void attend_beside(const Sublayer& w) const {
+        const Share share = thread.share(tokens);
+        if (w.attention_input != 1) scale(share, w.attention_input, call.normed);
+        thread.wait();
+        attend(w, call.normed);
+        if (w.attention_scale == 1) return;
+        thread.wait();
+        scale(share, w.attention_scale, call.normed);
+    }
+
+    void scale(Share share, float factor, float* x) const {
+        scale_row(x + share.begin * hidden, factor, (share.end - share.begin) * hidden);
+    }
+
+    void add(Share share, const float* from, float* to) const {
+        for (int64_t j = share.begin * hidden; j < share.end * hidden; j++) to[j] += from[j];
     }
 };
 

@@ -4,6 +4,7 @@
 
 #include "../scratch.h"
 #include "../structures.h"
+#include "chunks.h"
 #include "entries.h"
 #include "products.h"
 #include "sight.h"
@@ -25,6 +26,41 @@ static inline void multiply_some(
         case 4: return multiply<T, 4, 1>(w, 0, stride, x, ldx, num_inputs, tile);
         case 5: return multiply<T, 5, 1>(w, 0, stride, x, ldx, num_inputs, tile);
         default: return multiply<T, 6, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+    }
+}
+
+// tile [ROWS, PANEL] = x [ROWS, num_inputs] times one panel, each sum in the order of dots() in
+// chunks.h: lane by lane, then those of the lanes.
+template <int ROWS>
+static __attribute__((noinline)) void multiply_by_lane(
+    const float* w, const float* x, int64_t ldx, int num_inputs, float* tile) {
+    Vec parts[ROWS * VECS][LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        Vec acc[ROWS][VECS] = {};
+        for (int k = lane; k < num_inputs; k += LANES) {
+            Vec weight[VECS];
+            for (int v = 0; v < VECS; v++) weight[v] = load(w + k * PANEL + v * LANES);
+            for (int m = 0; m < ROWS; m++) {
+                const Vec value = broadcast(x[m * ldx + k]);
+                for (int v = 0; v < VECS; v++) acc[m][v] += value * weight[v];
+            }
+        }
+        for (int m = 0; m < ROWS; m++)
+            for (int v = 0; v < VECS; v++) parts[m * VECS + v][lane] = acc[m][v];
+    }
+    for (int i = 0; i < ROWS * VECS; i++) store(tile + i * LANES, sum_by_lane(parts[i]));
+}
+
+// rows: at most MAX_ROWS.
+static inline void multiply_some_by_lane(
+    int rows, const float* w, const float* x, int64_t ldx, int num_inputs, float* tile) {
+    switch (rows) {
+        case 1: return multiply_by_lane<1>(w, x, ldx, num_inputs, tile);
+        case 2: return multiply_by_lane<2>(w, x, ldx, num_inputs, tile);
+        case 3: return multiply_by_lane<3>(w, x, ldx, num_inputs, tile);
+        case 4: return multiply_by_lane<4>(w, x, ldx, num_inputs, tile);
+        case 5: return multiply_by_lane<5>(w, x, ldx, num_inputs, tile);
+        default: return multiply_by_lane<6>(w, x, ldx, num_inputs, tile);
     }
 }
 
@@ -52,13 +88,13 @@ static inline void transpose(Vec* v) {
 #endif
 
 // Queries of `count` consecutive tokens of a causal row, at most block_tokens(), of the heads that
-// share a key head, over BLOCK_POSITIONS at a time, with a softmax that is corrected as higher
-// scores are found (FlashAttention, Dao et al. 2022, algorithm 1). Passes take up to MAX_ROWS tokens
-// of one head.
+// share a key head, over BLOCK_POSITIONS at a time, whose sums are merged in order of position
+// (FlashAttention, Dao et al. 2022, algorithm 1). Passes take up to MAX_ROWS tokens of one head.
 //
-// The positions of a block begin at a multiple of BLOCK_POSITIONS, and those that a query does not
-// see add zeros, as long as their values are finite, so its sums do not depend on the queries beside
-// it.
+// The positions of a block are those of a chunk of Together, with a window they begin at a multiple
+// of BLOCK_POSITIONS. Those that a query does not see add zeros, as long as their values are finite,
+// so its sums do not depend on the queries beside it. Without a window, and with keys and values in
+// float32, they are those of Together to the last bit.
 template <class T> class Block {
   public:
     // scratch: block_size() floats.
@@ -78,15 +114,19 @@ template <class T> class Block {
         unpacked = packed + PANEL * width;
         totals = unpacked + BLOCK_POSITIONS * width;
         highest = totals + rows;
+        wholes = highest + rows;
     }
 
     void attend() const {
         const int rows = group * count, begin = seen_from(0), end = seen_to(count - 1);
-        memset(sums, 0, int64_t(rows) * width * 4);
-        memset(totals, 0, rows * 4);
-        for (int i = 0; i < rows; i++) highest[i] = -INFINITY;
-        for (int p = begin / BLOCK_POSITIONS * BLOCK_POSITIONS; p < end; p += BLOCK_POSITIONS)
+        const int first = layer.window ? begin / BLOCK_POSITIONS * BLOCK_POSITIONS : begin;
+        for (int i = 0; i < rows; i++) *whole(i).total = 0;
+        for (int p = first; p < end; p += BLOCK_POSITIONS) {
+            memset(sums, 0, int64_t(rows) * width * 4);
+            memset(totals, 0, rows * 4);
             add(p, p < begin ? begin : p, p + BLOCK_POSITIONS < end ? p + BLOCK_POSITIONS : end);
+            for (int i = 0; i < rows; i++) keep(i);
+        }
         for (int i = 0; i < rows; i++) write(i);
     }
 
@@ -104,6 +144,7 @@ template <class T> class Block {
     float* packed;           // [dim, PANEL]: keys
     float* unpacked;         // [BLOCK_POSITIONS, width]: keys or values in 8 bits, as floats
     float *totals, *highest; // [group * count]: of the exponentials, of the scores
+    float* wholes;           // [group * count + 1, part_size()]: of all positions so far
     const float* queries;
     float* out;
 
@@ -191,9 +232,9 @@ template <class T> class Block {
 
     // The scores of one pass and so many of PANEL positions, the first of which is `at`.
     void score(int at, int valid, int g, int m) const {
-        alignas(64) float tile[MAX_ROWS * PANEL] = {};
+        alignas(64) float tile[MAX_ROWS * PANEL];
         const float* q = queries + m * b.qkv_width + g * dim;
-        multiply_some<float>(rows_of(m), packed, PANEL, q, b.qkv_width, dim, tile);
+        multiply_some_by_lane(rows_of(m), packed, q, b.qkv_width, dim, tile);
         for (int i = 0; i < rows_of(m); i++) {
             float *x = tile + i * PANEL, *to = scores + (g * count + m + i) * BLOCK_POSITIONS + at;
             for (int j = 0; j < PANEL; j += LANES) store(x + j, load(x + j) * layer.scale);
@@ -210,24 +251,26 @@ template <class T> class Block {
         const int low = seen_from(i % count) - first, high = seen_to(i % count) - first;
         const int from = low > begin ? low : begin, to = high < end ? high : end;
         if (from >= to) return (void)memset(own + begin, 0, (end - begin) * 4);
-        const float found = maximum(own + from, to - from);
-        if (found > highest[i]) {
-            correct(i, found);
-            highest[i] = found;
-        }
-        totals[i] += exponentials(own + from, to - from, highest[i]);
+        highest[i] = maximum(own + from, to - from);
+        totals[i] = exponentials(own + from, to - from, highest[i]);
         for (int p = begin; p < from; p++) own[p] = 0;
         for (int p = to; p < end; p++) own[p] = 0;
     }
 
-    // What was summed with a highest score that was lower.
-    void correct(int i, float found) const {
-        const float factor = exp(broadcast(highest[i] - found))[0];
+    Part whole(int i) const { return Part(wholes + i * part_size(dim), dim); }
+
+    // Merge what a query attends to in a block into its whole.
+    void keep(int i) const {
+        if (totals[i] == 0) return; // it sees none of the positions
+        const Part into = whole(i);
+        const bool is_first = *into.total == 0;
+        const Part part = is_first ? into : whole(group * count);
         const int next = rows_of(i % count / MAX_ROWS * MAX_ROWS) * PANEL;
-        float* own = sums_of(i);
-        totals[i] *= factor;
-        for (int d = 0; d < width; d += PANEL, own += next)
-            for (int j = 0; j < PANEL; j += LANES) store(own + j, load(own + j) * factor);
+        const float* own = sums_of(i);
+        for (int d = 0; d < dim; d += PANEL, own += next)
+            copy_row(own, dim - d < PANEL ? dim - d : PANEL, part.sums + d);
+        *part.total = totals[i], *part.highest = highest[i];
+        if (!is_first) merge(part, dim, into);
     }
 
     // sums += weights times the values of positions [begin, end), of one pass
@@ -262,10 +305,8 @@ template <class T> class Block {
     }
 
     void write(int i) const {
-        const int next = rows_of(i % count / MAX_ROWS * MAX_ROWS) * PANEL;
-        const float* own = sums_of(i);
+        const Part all = whole(i);
         float* y = out + i % count * b.mixed_width + i / count * dim;
-        for (int d = 0; d < dim; d += PANEL, own += next)
-            for (int j = 0; j < PANEL && d + j < dim; j++) y[d + j] = own[j] / totals[i];
+        for (int d = 0; d < dim; d++) y[d] = all.sums[d] / *all.total;
     }
 };

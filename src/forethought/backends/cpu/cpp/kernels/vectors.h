@@ -174,6 +174,23 @@ static inline Vec sums(const Vec* v) {
 #endif
 }
 
+// Lane by lane the sum of LANES vectors, by the tree by which sums() adds the lanes of one.
+static inline Vec sum_by_lane(const Vec* v) {
+#if LANES == 16 && defined(__AVX512F__)
+    Vec quarters[4];
+    for (int i = 0; i < 4; i++, v += 4) quarters[i] = (v[0] + v[2]) + (v[1] + v[3]);
+    return (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
+#elif LANES == 8 && defined(__AVX__)
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+#else
+    Vec parts[LANES];
+    for (int i = 0; i < LANES; i++) parts[i] = v[i];
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
+#endif
+}
+
 static inline Vec larger(Vec a, Vec b) {
 #if LANES == 16 && defined(__AVX512F__)
     return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
