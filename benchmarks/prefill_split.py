@@ -1,7 +1,7 @@
 """Goodput of one pool, of chunked prefill with smaller chunks, and of prefill and decode apart.
 
     python -m benchmarks.prefill_split
-    python -m benchmarks.prefill_split --step-times steps.json --replicas 8 --targets ttft:500 tpot:5
+    python -m benchmarks.prefill_split --step-times steps.json --replicas 8 --lengths 800
 
 Replicas are simulated (``forethought bench cluster``) on step times of the embedded reasoner, which
 are measured first with one thread, or on those of a file. Half of the prompts are short and half
