@@ -148,6 +148,7 @@ def start_ray() -> None:
         log_to_driver=False,
         logging_level="ERROR",
         _node_ip_address="127.0.0.1",
+        _system_config={"worker_niceness": 0},  # as a Ray that the server starts
     )
 
 

@@ -393,9 +393,39 @@ MUTANTS = [
     ),
     Mutant(
         "cluster/entrance.py",
-        "return hmac.compare_digest(secret, self.secret)",
-        "return True",
+        "if len(answer) != self.num_expected or not hmac.compare_digest(proof, expected):",
+        "if False:",
         "tests/cluster/test_ranks.py -k secret",
+    ),
+    Mutant(
+        "cluster/entrance.py",
+        'if not hmac.compare_digest(proof, self.proof(b"admit", own, challenge)):',
+        "if False:",
+        "tests/cluster/test_connection.py -k another_process",
+    ),
+    Mutant(
+        "cluster/connection.py",
+        "if size > MAX_MESSAGE_BYTES:",
+        "if False:",
+        "tests/cluster/test_connection.py -k waited_for",
+    ),
+    Mutant(
+        "cluster/connection.py",
+        "oldest.transport.abort()",
+        "pass",
+        "tests/cluster/test_connection.py -k make_room",
+    ),
+    Mutant(
+        "cluster/fleet.py",
+        "if link.channel is not None and not link.has_forgotten:",
+        "if link.channel is not None:",
+        "tests/cluster/test_cluster_engine.py -k forgotten",
+    ),
+    Mutant(
+        "cluster/engine.py",
+        "remote.num_deaths = 0\n",
+        "pass\n",
+        "tests/cluster/test_cluster_engine.py -k any_number",
     ),
     Mutant(
         "cluster/actors.py",

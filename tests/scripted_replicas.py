@@ -19,6 +19,7 @@ from forethought.cluster.messages import (
     Copy,
     Description,
     Generate,
+    IngressForgotten,
     Prepare,
     Progress,
     Reach,
@@ -246,6 +247,13 @@ class ScriptedReplica:
         self._lose_copies()
         if self.is_asked:
             self.reply(EngineStopped("the replica died"))
+
+    def forget(self) -> None:
+        """As after a lease: it has closed what its ingress had."""
+        self.sessions.clear()
+        self.running.clear()
+        self._lose_copies()
+        self.reply(IngressForgotten("the ingress is not known"))
 
     def work(self, num_tokens: int = 1) -> None:
         """Compute up to ``num_tokens`` of each generation, and answer."""

@@ -7,11 +7,12 @@ import time
 import pytest
 
 from forethought.cluster import fleet as fleet_module
+from forethought.cluster.engine import ENOUGH_TOKENS, MAX_DEATHS
 from forethought.cluster.link import QUIET
 from forethought.cluster.messages import Branch, Generate, Reach, Stop
 from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ModelError, RequestError, UsageError
-from scripted_replicas import GREEDY, SEEDED, Scripted, expected
+from scripted_replicas import END, GREEDY, SEEDED, Scripted, expected
 
 PROMPT = [5, 6, 7, 8]
 
@@ -229,6 +230,31 @@ def test_what_kills_every_replica_fails_and_others_go_on() -> None:
     assert isinstance(cluster.errors[deadly], RequestError)
     assert "died" in str(cluster.errors[deadly])
     assert cluster.outputs[other] == expected([4], SamplingParams(**SEEDED))
+
+
+def test_a_generation_that_goes_on_outlives_any_number_of_deaths() -> None:
+    cluster, params = Scripted(), {**SEEDED, "max_tokens": 20 * ENOUGH_TOKENS}
+    prompt = next([n] for n in range(99) if END not in expected([n], SamplingParams(**params)))
+    (sequence,) = cluster.start(prompt, **params)
+    for number in cluster.steps():
+        home = next((r for r in cluster.alive if r.running), None)
+        if home is not None and number % (2 * ENOUGH_TOKENS) == 0:
+            home.die()
+            cluster.fleet.wait(2)
+    assert cluster.fleet.num_lost > 2 * MAX_DEATHS
+    assert cluster.outputs[sequence] == expected(prompt, SamplingParams(**params))
+
+
+def test_a_replica_that_has_forgotten_an_ingress_lives_and_is_connected_to_again() -> None:
+    cluster = Scripted()
+    (sequence,) = cluster.start(PROMPT, **SEEDED)
+    for number in cluster.steps():
+        if number in range(5, 30, 5):  # more often than replicas may die
+            next(r for r in cluster.alive if r.running).forget()
+    assert cluster.outputs[sequence] == expected(PROMPT, SamplingParams(**SEEDED))
+    assert not any(replica.is_dead for replica in cluster.opened)
+    assert cluster.fleet.num_lost == 0
+    assert len(cluster.opened) == 2 + 5
 
 
 def test_without_any_replica_requests_wait_and_fail_when_none_starts() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,13 +212,16 @@ def test_a_placement_group_that_a_dead_replica_has_left_is_replaced(ray_here: No
 
 
 def test_only_those_who_know_the_secret_are_ranks() -> None:
-    entrance = Entrance("127.0.0.1", 0, b"s" * 32)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        entrance = entrance._replace(port=listener.getsockname()[1])
-        for secret, hello in ((b"s" * 32, (True, 3, os.getpid())), (b"t" * 32, None)):
-            connection, host = connect(entrance._replace(secret=secret), 3, is_lifeline=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as others:
+        entrance = Entrance.of(listener)
+        for secret, hello in ((entrance.secret, (True, 3, os.getpid())), (b"t" * 32, None)):
+            rank = others.submit(connect, entrance._replace(secret=secret), 3, is_lifeline=True)
             accepted, _ = listener.accept()
             assert _hello(accepted, entrance) == hello
+            if hello is None:
+                assert isinstance(rank.exception(), ConnectionError)
+                continue
+            connection, host = rank.result()
             assert host == "127.0.0.1"
             accepted.close()
             connection.close()

@@ -7,19 +7,21 @@ of a request waits for goes over TCP::
     ingress                                     replica
     -------                                     -------
     connect                  -- by Ray -->      Description, with an Entrance
-    secret, ingress          --- TCP -->
+    proofs of the secret    <--- TCP -->
     a message of commands    --- TCP -->        ``tell``
     a question               --- TCP -->        ``updates``
                             <--- TCP ---        Updates, or what went wrong
 
-Messages are pickled: the secret, which is known through Ray alone, comes before the first of them.
-The end of a connection is the end of the process on its other side, or of its machine.
+Messages are pickled: both sides have proved to know a secret, which is told through Ray alone,
+before the first of them is read. The end of a connection is the end of the process on its other
+side, or of its machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import pickle
 import socket
 import struct
@@ -27,14 +29,20 @@ from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from forethought.cluster.entrance import HELLO_SECONDS, SECRET_BYTES, Entrance, configure
+from forethought.cluster.entrance import HELLO_SECONDS, Admission, Entrance, configure
 from forethought.cluster.messages import Command, Updates
 from forethought.errors import EngineStopped, ForethoughtError, RequestError
 
+log = logging.getLogger(__name__)
+
 CONNECT_SECONDS = 5.0
 """In which a machine that can be reached has answered."""
+MAX_MESSAGE_BYTES = 1 << 32
+"""Beyond any message: the other side is out of step."""
+MAX_STRANGERS = 64
+"""Connections that have not proved to know the secret; the oldest one makes room for another."""
 _NAME_BYTES = 32
-"""Of an ingress: after the secret, before its first message."""
+"""Of an ingress, before its first message."""
 _LENGTH = struct.Struct("!Q")
 """Bytes of a message, before it."""
 _UNREAD_SECONDS = 20.0
@@ -69,11 +77,23 @@ def _packed(message: object) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _unpacked(data: bytearray) -> Any:
+def _size(length: bytes | bytearray) -> int:
+    """Of the message after these bytes; raises EngineStopped if it cannot be."""
+    size = int(_LENGTH.unpack_from(length)[0])
+    if size > MAX_MESSAGE_BYTES:
+        raise _unreadable(f"a message of {size} bytes")
+    return size
+
+
+def _unreadable(why: object) -> EngineStopped:
+    return EngineStopped("what the other side of a connection has sent cannot be read", str(why))
+
+
+def _unpacked(data: bytes | bytearray) -> Any:
     try:
         return pickle.loads(data)
-    except Exception as error:  # as of other code in the replica
-        return EngineStopped("what a replica has sent cannot be read", str(error))
+    except Exception as error:  # as of other code there
+        return _unreadable(error)
 
 
 class Connection:
@@ -113,9 +133,13 @@ class Connection:
         """
         ended = self._fill()
         answers = list[Any]()
-        while (end := self._end_of_message()) is not None:
-            answers.append(_unpacked(self._received[_LENGTH.size : end]))
-            del self._received[:end]
+        try:
+            while (end := self._end_of_message()) is not None:
+                answers.append(_unpacked(self._received[_LENGTH.size : end]))
+                del self._received[:end]
+        except EngineStopped as error:
+            self._received.clear()
+            return [*answers, error]
         return answers if ended is None else [*answers, EngineStopped("the replica died", ended)]
 
     def send_rest(self) -> None:
@@ -158,7 +182,7 @@ class Connection:
         """Where the first one that was received ends; None: it has not come as a whole."""
         if len(self._received) < _LENGTH.size:
             return None
-        end = _LENGTH.size + int(_LENGTH.unpack_from(self._received)[0])
+        end = _LENGTH.size + _size(self._received)
         return end if len(self._received) >= end else None
 
 
@@ -180,6 +204,8 @@ class Listener:
 
     def __init__(self, served: Served) -> None:
         self._served = served
+        self._strangers = dict[asyncio.StreamWriter, None]()
+        """In the order in which they have come."""
         self._opened: dict[str, tuple[Entrance, asyncio.Server]] = {}
         """By the address of this machine."""
 
@@ -200,18 +226,33 @@ class Listener:
         _bound(connected)
         asking = set[asyncio.Task[None]]()
         try:
-            if (ingress := await _hello(entrance, reader)) is None:
+            if (ingress := await self._admitted(entrance, reader, writer)) is None:
                 return
             try:
                 await self._serve(ingress, reader, writer, asking)
             finally:
                 await self._served.leave(ingress)
-        except (OSError, EOFError, EngineStopped):  # its process has ended, or the engine
+        except (OSError, EOFError):  # its process has ended
             pass
+        except EngineStopped as error:
+            log.warning("a connection of an ingress ends: %s", error)
         finally:
             for task in asking:
                 task.cancel()
             writer.close()
+
+    async def _admitted(
+        self, entrance: Entrance, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> str | None:
+        """The name of an ingress; None: it is none."""
+        self._strangers[writer] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            del self._strangers[oldest := next(iter(self._strangers))]
+            oldest.transport.abort()
+        try:
+            return await _hello(entrance, reader, writer)
+        finally:
+            self._strangers.pop(writer, None)
 
     async def _serve(
         self,
@@ -221,8 +262,10 @@ class Listener:
         asking: set[asyncio.Task[None]],
     ) -> None:
         while True:
-            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-            message: _Message = pickle.loads(await reader.readexactly(length))
+            size = _size(await reader.readexactly(_LENGTH.size))
+            message = _unpacked(await reader.readexactly(size))
+            if not isinstance(message, _Message):
+                raise message if isinstance(message, EngineStopped) else _unreadable(type(message))
             if message.commands is None:
                 answer = _answer(writer, self._served.updates(ingress))
                 asking.add(task := asyncio.create_task(answer))
@@ -231,15 +274,21 @@ class Listener:
                 await _answer(writer, self._served.tell(ingress, message.number, message.commands))
 
 
-async def _hello(entrance: Entrance, reader: asyncio.StreamReader) -> str | None:
-    """The name of an ingress; None: it is none."""
+async def _hello(
+    entrance: Entrance, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> str | None:
+    admission = Admission(entrance, _NAME_BYTES)
+    writer.write(admission.challenge)
     try:
         async with asyncio.timeout(HELLO_SECONDS):
-            hello = await reader.readexactly(SECRET_BYTES + _NAME_BYTES)
+            answer = await reader.readexactly(admission.num_expected)
     except TimeoutError:
         return None
-    secret, name = hello[:SECRET_BYTES], hello[SECRET_BYTES:]
-    return name.decode("ascii") if entrance.admits(secret) else None
+    if (admitted := admission.admitted(answer)) is None:
+        return None
+    name, proof = admitted
+    writer.write(proof)
+    return name.decode("ascii")
 
 
 async def _answer(writer: asyncio.StreamWriter, work: Awaitable[Updates | None]) -> None:

@@ -43,7 +43,11 @@ from forethought.outputs import (
 from forethought.speculative.step_runner import Interrupt
 
 MAX_DEATHS = 3
-"""Replicas that may die under one generation: with the next one it fails, perhaps the cause."""
+"""Replicas in a row that may die soon after a generation has come to them: with the next one it
+fails, perhaps the cause."""
+ENOUGH_TOKENS = 8
+"""Of a generation in a replica, after which it is not the cause of that one's death: it goes on
+from its last tokens, and would meet what kills replicas at once."""
 MAX_STARTS = 5
 """Failed starts in a row, while no replica is up, after which what waits for one fails."""
 
@@ -421,6 +425,7 @@ class ClusterEngine(ReplicaRefusals):
         )
         link.send(command)
         remote.length, sequence.status = len(sequence.tokens), Status.RUNNING
+        remote.length_before = len(sequence.tokens)
         self._running[remote.generation] = remote
         link.num_generating += 1
         link.num_begun += 1
@@ -493,10 +498,11 @@ class ClusterEngine(ReplicaRefusals):
             self.give_back(remote)
 
     def _lose(self, link: Link) -> None:
-        """A replica is gone: its generations go on elsewhere, and its other sequences are computed
-        again when they generate next.
+        """A replica is gone, or what this ingress had there: its generations go on elsewhere, and
+        its other sequences are computed again when they generate next.
         """
-        self._counts.lost(link)
+        if not link.has_forgotten:
+            self._counts.lost(link)
         self.migration.lost(link)
         for remote in [r for r in self._remotes.values() if r.link is link]:
             is_running = remote.generation is not None
@@ -507,7 +513,9 @@ class ClusterEngine(ReplicaRefusals):
             if not is_running:
                 continue
             remote.sequence.status = Status.WAITING
-            remote.num_deaths += 1
+            if len(remote.sequence.tokens) - remote.length_before >= ENOUGH_TOKENS:
+                remote.num_deaths = 0
+            remote.num_deaths += not link.has_forgotten
             self.num_moved += 1
             self._homeless[remote] = None
         self._placement.lost(link)
@@ -542,6 +550,6 @@ def _is_computed(sequence: Sequence) -> bool:
 def _fatal(num_deaths: int) -> RequestError:
     return RequestError(
         "the request was ended",
-        f"{num_deaths} replicas have died while they generated for it, perhaps of it",
+        f"{num_deaths} replicas have died soon after it had come to them, perhaps of it",
         "See the logs of their processes",
     )

@@ -1,14 +1,28 @@
-"""``Entrance``: where a process takes connections, and what tells those of its own from others."""
+"""``Entrance``: where a process takes connections, and what tells those of its own from others.
+
+::
+
+    connects                                          takes connections
+    --------                                          -----------------
+                                <-- challenge --      random bytes
+    challenge, proof, hello     -->                   a proof that the secret is known
+                                <-- proof --          that it is here, too
+    what is read from now on    <-->
+
+The secret is told through Ray and never sent: who reads the network cannot connect, and who has
+taken the address of a process that has ended is not taken for it.
+"""
 
 from __future__ import annotations
 
 import hmac
 import secrets
 import socket
+import time
 from typing import NamedTuple, Self
 
 LOOPBACK = "127.0.0.1"
-SECRET_BYTES = 32
+SECRET_BYTES = CHALLENGE_BYTES = PROOF_BYTES = 32
 HELLO_SECONDS = 5.0
 """For the first bytes of a connection: who sends a byte at a time keeps others out for no longer.
 """
@@ -19,7 +33,7 @@ answered before it is given up.
 
 
 class Entrance(NamedTuple):
-    """An address, and the secret that comes first on a connection to it. It is told through Ray, to
+    """An address, and the secret of those who may connect to it. It is told through Ray, to
     processes of the cluster.
     """
 
@@ -34,18 +48,70 @@ class Entrance(NamedTuple):
         return cls(host, port, secrets.token_bytes(SECRET_BYTES))
 
     def connect(self, hello: bytes, seconds: float) -> socket.socket:
-        """A connection that has sent the secret and ``hello``. Raises OSError, at the latest after
-        these seconds.
+        """A connection that has sent ``hello``, both of whose sides know the secret. Raises
+        OSError, at the latest after these seconds.
         """
+        deadline = time.monotonic() + seconds
         connected = socket.create_connection((self.host, self.port), seconds)
-        configure(connected)
-        connected.sendall(self.secret + hello)
-        connected.settimeout(None)
+        try:
+            configure(connected)
+            challenge = receive_exactly(connected, CHALLENGE_BYTES, deadline)
+            own = secrets.token_bytes(CHALLENGE_BYTES)
+            connected.sendall(own + self.proof(b"enter", challenge, own, hello) + hello)
+            proof = receive_exactly(connected, PROOF_BYTES, deadline)
+            if not hmac.compare_digest(proof, self.proof(b"admit", own, challenge)):
+                raise ConnectionRefusedError("another process has its address")
+            connected.settimeout(None)
+        except BaseException:
+            connected.close()
+            raise
         return connected
 
-    def admits(self, secret: bytes) -> bool:
-        """Whether a connection began with the secret."""
-        return hmac.compare_digest(secret, self.secret)
+    def proof(self, *parts: bytes) -> bytes:
+        """What only who knows the secret can say of bytes; all but the last have fixed sizes."""
+        return hmac.digest(self.secret, b"".join(parts), "sha256")
+
+
+class Admission:
+    """The first bytes of one connection to an entrance.
+
+    Args:
+        entrance: to which it was made.
+        num_hello: bytes that the other side has to say.
+
+    Attributes:
+        challenge: is sent first.
+        num_expected: bytes of the answer to it.
+    """
+
+    def __init__(self, entrance: Entrance, num_hello: int) -> None:
+        self._entrance = entrance
+        self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self.num_expected = CHALLENGE_BYTES + PROOF_BYTES + num_hello
+
+    def admitted(self, answer: bytes) -> tuple[bytes, bytes] | None:
+        """The hello, and the proof that is sent back; None: the other side does not know the
+        secret.
+        """
+        other, rest = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
+        proof, hello = rest[:PROOF_BYTES], rest[PROOF_BYTES:]
+        expected = self._entrance.proof(b"enter", self.challenge, other, hello)
+        if len(answer) != self.num_expected or not hmac.compare_digest(proof, expected):
+            return None
+        return hello, self._entrance.proof(b"admit", other, self.challenge)
+
+
+def receive_exactly(connected: socket.socket, size: int, deadline: float) -> bytes:
+    """As many bytes, before the deadline of ``time.monotonic``; OSError if they do not come."""
+    data = b""
+    while len(data) < size:
+        if (remaining := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("it has not said enough")
+        connected.settimeout(remaining)
+        if not (more := connected.recv(size - len(data))):
+            raise ConnectionResetError("it has ended the connection")
+        data += more
+    return data
 
 
 def configure(connected: socket.socket) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from forethought.cluster.connection import Connection
 from forethought.cluster.inbox import Inbox
 from forethought.cluster.link import Link, Opener, Role
-from forethought.cluster.messages import Copied, Description, Updates
+from forethought.cluster.messages import Copied, Description, IngressForgotten, Updates
 from forethought.cluster.prefill import check_split
 from forethought.errors import EngineStopped, ForethoughtError, ParameterError, UsageError
 
@@ -135,7 +135,7 @@ class Fleet:
 
     def receive(self) -> Iterator[tuple[Link, Updates | Copied | None]]:
         """What replicas have answered, once there is something or it is time to look at them. None:
-        the replica is gone, with all that it had.
+        the replica is gone, or all that it had of this ingress.
         """
         for link, answer in self._inbox.take(TICK):
             if link.is_dead:
@@ -216,18 +216,21 @@ class Fleet:
                     threading.Thread(target=link.channel.leave, daemon=True).start()
 
     def _lose(self, link: Link, error: Any) -> Iterator[tuple[Link, None]]:
-        """Give a replica up, and start one in its place."""
+        """Give a replica up, and start one in its place; or connect again to one that lives: others
+        may use it.
+        """
         log.warning("%s is gone: %s", link.name, error)
-        was_up = link.is_up
+        link.has_forgotten = isinstance(error, IngressForgotten)
+        was_up, successor = link.is_up, link.successor()
         self._end(link)
-        if link.channel is not None:
+        if link.channel is not None and not link.has_forgotten:
             link.channel.kill()
-        if was_up:
-            self.num_lost += 1
-        else:
+        if not was_up:
             self.failure = _as_failure(error)
+        elif not link.has_forgotten:
+            self.num_lost += 1
         if not link.is_draining and not self._closed.is_set():
-            self._start(Link(link.name, 0 if was_up else link.num_failures + 1))
+            self._start(successor)
         yield link, None
 
     def _end(self, link: Link) -> None:

@@ -94,7 +94,9 @@ class Link:
         num_arriving: sequences whose prompts are computed for it elsewhere.
         is_draining: nothing new begins there, its sequences move away, and it ends without them.
         is_dead: it is given up.
-        ended: when it is, for other threads.
+        has_forgotten: it was given up, as the replica has closed what this ingress had there; the
+            replica lives.
+        ended: when it is given up, for other threads.
         heard: when it has answered last, as of ``time.monotonic``.
     """
 
@@ -104,12 +106,20 @@ class Link:
         self.channel: Channel | None = None
         self.description: Description | None = None
         self.num_open = self.num_generating = self.num_begun = self.num_arriving = 0
-        self.is_draining = self.is_dead = False
+        self.is_draining = self.is_dead = self.has_forgotten = False
         self.ended = Future[None]()
         self.heard, self.stalled = time.monotonic(), 0.0
         self.engine_load, self.stats = EngineLoad(0, 0, 0.0), EngineStats()
         self._num_elsewhere = self._num_messages = 0
         self._outbox: list[Command] = []
+
+    def successor(self) -> Link:
+        """The link to the replica that has the name next, or to the same one anew."""
+        if self.has_forgotten:
+            link = Link(self.name)
+            link.stats = self.stats
+            return link
+        return Link(self.name, 0 if self.is_up else self.num_failures + 1)
 
     @property
     def is_up(self) -> bool:

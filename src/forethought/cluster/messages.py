@@ -29,6 +29,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine.base import Begun, Capabilities
 from forethought.engine.scheduler import Limits
 from forethought.engine.snapshot import SequenceSnapshot
+from forethought.errors import EngineStopped
 from forethought.outputs import (
     DraftedStep,
     EngineLoad,
@@ -39,6 +40,10 @@ from forethought.outputs import (
     TokenLogprobs,
     Usage,
 )
+
+
+class IngressForgotten(EngineStopped):
+    """A replica has closed what an ingress had there. It lives, and may serve other ingresses."""
 
 
 class Branch(NamedTuple):

@@ -7,7 +7,7 @@ the same machine does::
     replica: rank 0                                actor: rank r
     ---------------                                -------------
     listens, starts the actors   -- by Ray -->     address, secret, rank
-                                 <-- TCP ---       commands: the secret, rank, process id
+                                 <-- TCP ---       commands: a proof, rank, process id
                                  <-- TCP ---       lifeline: the same
     Setup, Meeting, commands     --- TCP -->       ``process.serve``, as on one machine
 
@@ -34,7 +34,13 @@ from forethought.backends.tensor_parallel.launcher import Launcher, RankProcess
 from forethought.backends.tensor_parallel.process import serve
 from forethought.backends.tensor_parallel.shard import Shard
 from forethought.cluster.actors import Resources, node_host, running_ray
-from forethought.cluster.entrance import HELLO_SECONDS, SECRET_BYTES, Entrance, configure
+from forethought.cluster.entrance import (
+    HELLO_SECONDS,
+    Admission,
+    Entrance,
+    configure,
+    receive_exactly,
+)
 from forethought.config.engine import LlmArgs
 from forethought.errors import EngineStopped
 from forethought.model_dir import find_model_dir
@@ -42,7 +48,7 @@ from forethought.model_dir import find_model_dir
 START_SECONDS = 180.0
 """In which all ranks of a replica connect to it; each imports torch first."""
 _HELLO = struct.Struct("!?II")
-"""The first bytes of a connection after the secret: whether it is the lifeline, rank, process id.
+"""What a rank says first on a connection: whether it is the lifeline, rank, process id.
 """
 
 
@@ -226,16 +232,14 @@ class RankActors(Launcher):
 
 def _hello(accepted: socket.socket, entrance: Entrance) -> tuple[bool, int, int] | None:
     """What a rank says first; None: it is none, and its connection is closed."""
-    data, deadline = b"", time.monotonic() + HELLO_SECONDS
-    size = SECRET_BYTES + _HELLO.size
+    admission, deadline = Admission(entrance, _HELLO.size), time.monotonic() + HELLO_SECONDS
     with contextlib.suppress(OSError):
-        while (remaining := deadline - time.monotonic()) > 0 and len(data) < size:
-            accepted.settimeout(remaining)
-            if not (more := accepted.recv(size - len(data))):
-                break
-            data += more
-    if len(data) == size and entrance.admits(data[:SECRET_BYTES]):
-        is_lifeline, rank, process_id = _HELLO.unpack(data[SECRET_BYTES:])
-        return is_lifeline, rank, process_id
+        accepted.sendall(admission.challenge)
+        answer = receive_exactly(accepted, admission.num_expected, deadline)
+        if (admitted := admission.admitted(answer)) is not None:
+            hello, proof = admitted
+            accepted.sendall(proof)
+            is_lifeline, rank, process_id = _HELLO.unpack(hello)
+            return is_lifeline, rank, process_id
     accepted.close()
     return None

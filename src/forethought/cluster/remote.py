@@ -44,7 +44,10 @@ class Remote:
     """Whose pages it waits for, as they are on their way to where it decodes."""
     is_fork: bool = False
     """Of its origin, whose session it branches; else it finds the pages in the prefix cache."""
+    length_before: int = 0
+    """Tokens with which its generation in progress has come to its replica."""
     num_deaths: int = 0
+    """Of replicas, one after the other, each soon after it had come there."""
     paused_since: float = 0.0
     """When its move has ended the generation where it was, as of ``time.monotonic``; 0: tokens have
     come since."""

@@ -26,6 +26,7 @@ from forethought.cluster.messages import (
     Copy,
     Description,
     Generate,
+    IngressForgotten,
     Pages,
     Prepare,
     Progress,
@@ -200,7 +201,7 @@ class Replica:
         asker = self._known(ingress)
         asker.early[number] = commands
         if len(asker.early) > MAX_EARLY:
-            raise EngineStopped("messages of the ingress were lost", "", "It connects again")
+            raise IngressForgotten("messages of the ingress were lost", "", "It connects again")
         while (commands := asker.early.pop(asker.num_messages, ())) != ():
             asker.num_messages += 1
             for command in commands:
@@ -492,7 +493,7 @@ class Replica:
             return self._ingresses[ingress]
         except KeyError:
             why = f"nothing was heard of it for {LEASE:g} s, or it has never connected"
-            raise EngineStopped("the ingress is not known", why, "Connect again") from None
+            raise IngressForgotten("the ingress is not known", why, "Connect again") from None
 
     def _check(self) -> None:
         failure = self._llm._frontend.local_engine.runner.failure

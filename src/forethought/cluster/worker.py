@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -186,8 +186,8 @@ class ClusterThread(EngineThread):
     """
 
     @override
-    def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        return super().call(contextvars.copy_context().run, function, *args)
+    def _bound(self, function: Callable[..., Result], *args: Any) -> Callable[[], Result]:
+        return partial(contextvars.copy_context().run, function, *args)
 
     @override
     def _max_steps(self) -> float:

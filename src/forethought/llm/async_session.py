@@ -55,16 +55,20 @@ class _Handle:
     """Whether the session was garbage collected, perhaps before the sequence was opened."""
     reserved: _Reservation | None = None
     """Read and written on the engine thread only."""
-    opening: Future[None] | None = None
-    """The first command, which opens it; None: it was open before."""
+    failure: Exception | None = None
+    """Of the first command, which opens it."""
 
     @property
     def opened(self) -> engine_sequence.Sequence:
         """The sequence, in a command, all of which follow the first one; raises its error."""
-        if self.sequence is None and self.opening is not None:
-            self.opening.result()
+        if self.failure is not None:
+            raise self.failure
         assert self.sequence is not None, "the first command opens it, or fails"
         return self.sequence
+
+    def fail(self, failure: Exception) -> None:
+        """The first command has failed."""
+        self.failure = failure
 
     @property
     def idle(self) -> engine_sequence.Sequence:
@@ -107,11 +111,11 @@ class AsyncSession:
         self._handle = _Handle(token_ids or [], sequence)
         self._finalizer = weakref.finalize(self, _drop, thread, self._handle)
         self._finalizer.atexit = False
+        handle, frontend = self._handle, thread.frontend
         if source is not None:
-            branch = partial(_branch, thread.frontend, self._handle, source._handle, length)
-            self._handle.opening = thread.call(branch)
+            thread.call_for(handle.fail, _branch, frontend, handle, source._handle, length)
         elif sequence is None:
-            self._handle.opening = thread.call(_open, thread.frontend, self._handle)
+            thread.call_for(handle.fail, _open, frontend, handle)
 
     async def generate(self, sampling_params: SamplingParams | None = None) -> CompletionOutput:
         """Continue the sequence; the new tokens become part of it. Cancelling the awaiting task
@@ -150,7 +154,7 @@ class AsyncSession:
             resume = thread.frontend.resume
             thread.begin(stream, lambda: resume(handle.idle, checked, constraints, begun))
         else:
-            thread.call_for(stream, _reserve, thread, handle, reservation)
+            thread.call_for(stream.fail, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
             reservation.compiling = asyncio.get_running_loop().create_task(work)
             reservation.compiling.add_done_callback(
@@ -476,7 +480,7 @@ class SessionStream:
 
 def _leave(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
     try:
-        thread.call_for(reservation.stream, _end, thread, handle, reservation)
+        thread.call_for(reservation.stream.fail, _end, thread, handle, reservation)
     except EngineStopped as error:
         reservation.stream.fail(error)
 
@@ -521,11 +525,11 @@ async def _begin_compiled(thread: EngineThread, handle: _Handle, reservation: _R
     stream = reservation.stream
     try:
         constraints = await thread.frontend.compiled(reservation.params)
-        thread.call_for(stream, _begin, thread, handle, reservation, constraints)
+        thread.call_for(stream.fail, _begin, thread, handle, reservation, constraints)
     except EngineStopped as error:
         stream.fail(error)
     except Exception as error:
-        thread.call_for(stream, _refuse, handle, reservation, error)
+        thread.call_for(stream.fail, _refuse, handle, reservation, error)
 
 
 def _begin(

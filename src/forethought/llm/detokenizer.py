@@ -30,6 +30,8 @@ from forethought.outputs import (
 
 KEEP = 5
 """Tokens kept as context: one for the spaces; four bytes for the longest character."""
+CONTEXT = 8 * KEEP
+"""Last tokens of a context that are read, as hidden ones are among them."""
 
 
 class Detokenizer:
@@ -46,7 +48,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        tail = context[-8 * KEEP :]
+        tail = context[-CONTEXT:]
         self._window = [token for token in tail if token not in self._hidden]
         self._held_bytes = 0
         self._shorten()
@@ -163,7 +165,9 @@ class Transcript:
         self, tokenizer: Tokenizer, params: SamplingParams, context: Sequence[int], index: int = 0
     ) -> None:
         self._tokenizer, self._params, self._index = tokenizer, params, index
-        self._detokenizer = Detokenizer(tokenizer, context, params.skip_special_tokens)
+        self._context = context[-CONTEXT:]
+        self._detokenizer: Detokenizer | None = None
+        """None until text is decoded: a replica tells tokens alone."""
         self.token_ids: list[int] = []
         self._num_shown = self._num_decoded = 0
         """First tokens that belong to the text; those that ``_text`` is of."""
@@ -215,7 +219,7 @@ class Transcript:
         """What ``restore`` needs to take back the ``add`` that follows."""
         sizes = len(self._logprobs or ()), len(self._confidences or ())
         decoding = self._text, self._has_tail, self._num_shown, self._num_decoded
-        states = decoding, self._detokenizer.checkpoint()
+        states = decoding, self._detokenizer and self._detokenizer.checkpoint()
         return len(self.token_ids), sizes, self._cumulative, states
 
     def restore(self, checkpoint: tuple[Any, ...]) -> None:
@@ -226,7 +230,10 @@ class Transcript:
             if scores is not None:
                 del scores[size:]
         self._text, self._has_tail, self._num_shown, self._num_decoded = decoding
-        self._detokenizer.restore(detokenizer)
+        if detokenizer is None:
+            self._detokenizer = None
+        else:
+            self._decoder.restore(detokenizer)
         self.finish_reason = self._stop_reason = None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -239,7 +246,7 @@ class Transcript:
         """The text so far, without an end that may be the beginning of a stop string."""
         self._decode()
         if self._has_tail:
-            self._text, self._has_tail = self._text + self._detokenizer.flush(), False
+            self._text, self._has_tail = self._text + self._decoder.flush(), False
         if self.finish_reason is not None:
             return self._text
         return self._text[: len(self._text) - count_held(self._text, self._params.stop)]
@@ -260,8 +267,15 @@ class Transcript:
     def _decode(self) -> None:
         if self._num_decoded < self._num_shown:
             undecoded = self.token_ids[self._num_decoded : self._num_shown]
-            self._text += self._detokenizer.push(undecoded)
+            self._text += self._decoder.push(undecoded)
             self._num_decoded = self._num_shown
+
+    @property
+    def _decoder(self) -> Detokenizer:
+        if self._detokenizer is None:
+            skip = self._params.skip_special_tokens
+            self._detokenizer = Detokenizer(self._tokenizer, self._context, skip)
+        return self._detokenizer
 
     def _find_stop(self) -> Stop | None:
         num_searched = len(self._text)

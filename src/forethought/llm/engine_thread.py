@@ -271,8 +271,7 @@ class EngineThread:
         function: Callable[..., Result],
         args: tuple[Any, ...],
     ) -> Future[Result]:
-        self.check_process()
-        future: Future[Result] = Future()
+        future, run = Future[Result](), self._bound(function, *args)
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
@@ -280,16 +279,24 @@ class EngineThread:
             try:
                 if self._ended:
                     raise self._failure()
-                future.set_result(function(*args))
+                future.set_result(run())
             except Exception as error:
                 future.set_exception(error)
 
+        self._put(put, command)
+        return future
+
+    def _put(self, put: Callable[[Callable[[], None]], None], command: Callable[[], None]) -> None:
+        self.check_process()
         with self._end_lock:
             if self._ended:
                 raise self._failure()
             put(command)
         self._interrupt.request()
-        return future
+
+    def _bound(self, function: Callable[..., Result], *args: Any) -> Callable[[], Result]:
+        """A command that calls the function, made by the thread that gives it."""
+        return functools.partial(function, *args)
 
     @property
     def has_ended(self) -> bool:
@@ -316,18 +323,25 @@ class EngineThread:
         """Start a generation whose outputs go to ``stream``; it fails if ``start`` does. Raises
         EngineStopped if the thread has ended.
         """
-        self.call_for(stream, self.follow, stream, start)
+        self.call_for(stream.fail, self.follow, stream, start)
 
     def call_for(
-        self, stream: OutputStream[Any], function: Callable[..., None], *args: Any
+        self, fail: Callable[[Exception], None], function: Callable[..., None], *args: Any
     ) -> None:
-        """As ``call``; an error of the function ends ``stream`` with it."""
+        """As ``call``, for what has no result; ``fail`` is called with an error of the function, or
+        of the thread that has ended meanwhile. A future would take longer than most commands.
+        """
+        run = self._bound(function, *args)
 
-        def fail(done: Future[None]) -> None:
-            if (error := done.exception()) is not None:
-                stream.fail(error)
+        def command() -> None:
+            try:
+                if self._ended:
+                    raise self._failure()
+                run()
+            except Exception as error:
+                fail(error)
 
-        self.call(function, *args).add_done_callback(fail)
+        self._put(self._commands.put, command)
 
     def abort(self, stream: OutputStream[Any]) -> None:
         """End the generation of a stream that is not read any more."""
