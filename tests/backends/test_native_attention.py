@@ -28,12 +28,8 @@ from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
-<<<<<<< HEAD
-from models import RECURRENT, prompts, save_random, tiny
-from turns import by_turns
-=======
 from models import RECURRENT, RECURRENT_MIXTURES, prompts, save_random, tiny, tiny_in_groups
->>>>>>> hybrid8
+from turns import by_turns
 
 IN_TORCH = {"olmo_hybrid", "kimi_linear"}
 """Families of which torch computes queries, keys and values."""
@@ -296,16 +292,14 @@ def save_scaled(directory: Path) -> Path:
     return directory
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("architecture", "dtype", "quantization"),
-    by_turns([*ONE_CALL, "scaled granite"], ["float32", "bfloat16"], [None, "w8a8"]),
+    by_turns(
+        [*ONE_CALL, "scaled granite"],
+        ["float32", "bfloat16"],
+        [None, "w8a8", "int8", "int4"],
+    ),
 )
-=======
-@pytest.mark.parametrize("quantization", [None, "w8a8", "int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", [*ONE_CALL, "scaled granite"])
->>>>>>> hybrid8
 def test_a_forward_is_one_call_that_gives_the_bits_of_the_module(
     architecture: str, dtype: str, quantization: loader.Quantization | None, tmp_path: Path
 ) -> None:

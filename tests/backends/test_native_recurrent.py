@@ -31,10 +31,6 @@ from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts
 from forethought.model.recurrent_layers import RecurrentLayers, find_recurrent_layers
 from forethought.model.runner import ModelRunner
-<<<<<<< HEAD
-from models import RECURRENT, VOCAB, greedy, new_module, prompts, tiny
-from turns import by_turns
-=======
 from models import (
     RECURRENT,
     RECURRENT_MIXTURES,
@@ -45,7 +41,7 @@ from models import (
     tiny,
     tiny_in_groups,
 )
->>>>>>> hybrid8
+from turns import by_turns
 
 WIDE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 20, "linear_value_head_dim": 72},

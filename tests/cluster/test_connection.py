@@ -141,7 +141,7 @@ class Silent(socket.socket):
 
 def silent(server: Server) -> Silent:
     stranger = Silent()
-    stranger.settimeout(20)
+    stranger.settimeout(60)
     stranger.connect((LOOPBACK, server.entrance.port))
     stranger.challenge = stranger.recv(CHALLENGE_BYTES)
     return stranger
