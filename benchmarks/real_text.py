@@ -1,7 +1,7 @@
 """Speculation on real text, by the kind of task: drafters on SmolLM2-135M-Instruct.
 
     python -m benchmarks.real_text
-    python -m benchmarks.real_text --drafter medusa=runs/medusa/drafter --tasks chat --dtype bfloat16
+    python -m benchmarks.real_text --drafter medusa=runs/medusa/drafter --dtype bfloat16
 
 Tasks: repeat a passage; rename a variable in a Python function; summarise a passage; write prose
 about a subject; answer a chat. Passages are paragraphs of this documentation, functions are of
