@@ -56,10 +56,14 @@ class Entrance(NamedTuple):
         try:
             configure(connected)
             challenge = receive_exactly(connected, CHALLENGE_BYTES, deadline)
-            own = secrets.token_bytes(CHALLENGE_BYTES)
-            connected.sendall(own + self.proof(b"enter", challenge, own, hello) + hello)
+            counter_challenge = secrets.token_bytes(CHALLENGE_BYTES)
+            connected.sendall(
+                counter_challenge
+                + self.proof(b"enter", challenge, counter_challenge, hello)
+                + hello
+            )
             proof = receive_exactly(connected, PROOF_BYTES, deadline)
-            if not hmac.compare_digest(proof, self.proof(b"admit", own, challenge)):
+            if not hmac.compare_digest(proof, self.proof(b"admit", counter_challenge, challenge)):
                 raise ConnectionRefusedError("another process has its address")
             connected.settimeout(None)
         except BaseException:

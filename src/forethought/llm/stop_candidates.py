@@ -46,10 +46,10 @@ class StopCandidates:
         """Int64 ids in rising order; None: they are frequent, and each token is read."""
         ids = set[int]()
         for letter in {stop[-1] for stop in stops}:
-            found = self._ids_of(letter)
-            if found is None:
+            matching = self._ids_of(letter)
+            if matching is None:
                 return None
-            ids |= found
+            ids |= matching
         return array("q", sorted(ids))
 
     def _find(self, letter: str) -> frozenset[int] | None:

@@ -68,11 +68,11 @@ def _skip(source: IO[bytes], tail: bytes) -> bytes:
 def _error(head: bytes, tail: bytes, limit: int) -> bytes:
     """The message in place of a long one."""
     reason = f"the message is larger than {limit:,} bytes"
-    found = _AT_START.match(head) or _AT_END.search(tail)
-    if found is None:
+    match = _AT_START.match(head) or _AT_END.search(tail)
+    if match is None:
         raise Unanswerable(reason)
     error = {"code": _INTERNAL_ERROR, "message": reason}
-    answer = {"jsonrpc": "2.0", "id": json.loads(found[1]), "error": error}
+    answer = {"jsonrpc": "2.0", "id": json.loads(match[1]), "error": error}
     return json.dumps(answer).encode() + b"\n"
 
 

@@ -66,8 +66,8 @@ class ExpertStore:
         """
         tensors = dict[str, Tensor]()
         for name, (struct, linear_tensors) in (("gate_up", gate_up), ("down", down)):
-            taken = take_tensors(struct, linear_tensors)
-            tensors |= {f"{name}_{field}": tensor for field, tensor in taken.items()}
+            owned = take_tensors(struct, linear_tensors)
+            tensors |= {f"{name}_{field}": tensor for field, tensor in owned.items()}
         stored = self._file.add([*tensors.values()])
         starts = dict.fromkeys(_START_FIELDS, -1) | dict(zip(tensors, stored.starts, strict=True))
         self._stored.append(StoredExpertStruct(offset=stored.offset, size=stored.size, **starts))

@@ -174,10 +174,10 @@ def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer
     sublayers = [_mixing(layer, norms[0], mixers)] if mixers else []
     scale = _factor(layer, "residual_multiplier")
     for mlp in mlps:
-        own = mlp.scale if isinstance(mlp, NativeMlp) else 1.0
-        if scale != 1 and own != 1:
+        factor = mlp.scale if isinstance(mlp, NativeMlp) else 1.0
+        if scale != 1 and factor != 1:
             return []
-        sublayers.append(_Sublayer(norms[-1], [mlp], scale * own))
+        sublayers.append(_Sublayer(norms[-1], [mlp], scale * factor))
     return sublayers
 
 

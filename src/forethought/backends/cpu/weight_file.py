@@ -40,13 +40,13 @@ def take_tensors(struct: LinearStruct, tensors: Sequence[Tensor]) -> dict[str, T
     """Those of ``tensors`` that the pointers of a linear point to, by field, in the order of
     ``TENSOR_FIELDS``; the pointers are null then.
     """
-    by_address, taken = {tensor.data_ptr(): tensor for tensor in tensors}, dict[str, Tensor]()
+    by_address, owned = {tensor.data_ptr(): tensor for tensor in tensors}, dict[str, Tensor]()
     for field in TENSOR_FIELDS:
         tensor = by_address.get(getattr(struct, field))
         if tensor is not None:
-            taken[field] = tensor
+            owned[field] = tensor
             setattr(struct, field, None)
-    return taken
+    return owned
 
 
 class WeightFile:
