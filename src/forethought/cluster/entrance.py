@@ -56,14 +56,10 @@ class Entrance(NamedTuple):
         try:
             configure(connected)
             challenge = receive_exactly(connected, CHALLENGE_BYTES, deadline)
-            counter_challenge = secrets.token_bytes(CHALLENGE_BYTES)
-            connected.sendall(
-                counter_challenge
-                + self.proof(b"enter", challenge, counter_challenge, hello)
-                + hello
-            )
+            nonce = secrets.token_bytes(CHALLENGE_BYTES)
+            connected.sendall(nonce + self.proof(b"enter", challenge, nonce, hello) + hello)
             proof = receive_exactly(connected, PROOF_BYTES, deadline)
-            if not hmac.compare_digest(proof, self.proof(b"admit", counter_challenge, challenge)):
+            if not hmac.compare_digest(proof, self.proof(b"admit", nonce, challenge)):
                 raise ConnectionRefusedError("another process has its address")
             connected.settimeout(None)
         except BaseException:
