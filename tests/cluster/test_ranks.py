@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forethought.backends.tensor_parallel.collectives import PortMeeting
-from forethought.cluster import actors, links_of, open_llm, ranks
+from forethought.cluster import actors, entrance, links_of, open_llm, ranks
 from forethought.cluster.actors import NAMESPACE, Resources, release
 from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.entrance import Entrance
@@ -213,11 +213,13 @@ def test_a_placement_group_that_a_dead_replica_has_left_is_replaced(ray_here: No
 
 def test_only_those_who_know_the_secret_are_ranks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as others:
-        entrance = Entrance.of(listener)
-        for secret, hello in ((entrance.secret, (True, 3, os.getpid())), (b"t" * 32, None)):
-            rank = others.submit(connect, entrance._replace(secret=secret), 3, is_lifeline=True)
+        meeting_point = Entrance.of(listener)
+        for secret, hello in ((meeting_point.secret, (True, 3, os.getpid())), (b"t" * 32, None)):
+            rank = others.submit(
+                connect, meeting_point._replace(secret=secret), 3, is_lifeline=True
+            )
             accepted, _ = listener.accept()
-            assert _hello(accepted, entrance) == hello
+            assert _hello(accepted, meeting_point) == hello
             if hello is None:
                 assert isinstance(rank.exception(), ConnectionError)
                 continue
@@ -227,7 +229,7 @@ def test_only_those_who_know_the_secret_are_ranks() -> None:
             connection.close()
         with socket.create_connection(listener.getsockname()) as silent:
             silent.shutdown(socket.SHUT_WR)
-            assert _hello(listener.accept()[0], entrance) is None
+            assert _hello(listener.accept()[0], meeting_point) is None
 
 
 def test_a_stranger_that_sends_a_byte_at_a_time_does_not_keep_ranks_waiting(
@@ -239,8 +241,11 @@ def test_a_stranger_that_sends_a_byte_at_a_time_does_not_keep_ranks_waiting(
         now[0] += 1.0
         return b"s"
 
-    accepted: Any = SimpleNamespace(settimeout=timeouts.append, recv=drip, close=lambda: None)
-    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    accepted: Any = SimpleNamespace(
+        settimeout=timeouts.append, recv=drip, sendall=lambda data: None, close=lambda: None
+    )
+    for module in (ranks, entrance):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     assert _hello(accepted, Entrance("127.0.0.1", 0, b"s" * 32)) is None
     assert now[0] == ranks.HELLO_SECONDS
     assert timeouts == [ranks.HELLO_SECONDS - seconds for seconds in range(len(timeouts))]
