@@ -399,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "cluster/entrance.py",
-        'if not hmac.compare_digest(proof, self.proof(b"admit", own, challenge)):',
+        'if not hmac.compare_digest(proof, self.proof(b"admit", nonce, challenge)):',
         "if False:",
         "tests/cluster/test_connection.py -k another_process",
     ),
@@ -988,13 +988,13 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/mixture.h",
-        "shared + t * hidden, 1 / (1 + expf(-gates[t]))",
-        "shared + t * hidden, 1",
+        "w.shared_gate ? 1 / (1 + expf(-gates[t])) : 1",
+        "1",
         "tests/backends/test_native_attention.py -k routers",
     ),
     Mutant(
         "backends/cpu/cpp/sublayers.h",
-        "if (w.scale != 1) scale(share, w.scale);",
+        "if (w.scale != 1) scale(share, w.scale, call.y);",
         "",
         "tests/backends/test_native_attention.py -k multipliers",
     ),
@@ -1030,7 +1030,7 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/mixture.py",
-        "if are_hooked(self.linears()):",
+        "if self._shared is not None and are_hooked(self.linears()):",
         "if False:",
         "tests/backends/test_native_attention.py -k shared_experts",
     ),

@@ -64,6 +64,7 @@ class ContinuousDecode:
     ) -> None:
         self._runner, self._scheduler = runner, scheduler
         self._drafting, self._stats = drafting, stats
+        step_runners()  # imported before the first step
 
     def reserve(self, plan: Plan, num_steps: float, asks_drafters: bool) -> bool:
         """Reserve slots for up to ``num_steps`` steps in all, if the rows of a plan of one step can
