@@ -305,7 +305,8 @@ def _speed_and_ratio(row: Run) -> str:
 
 def real_text(runs: Sequence[Run]) -> str:
     """Of each run, a row per task and a column per drafter."""
-    return "\n\n".join(f"{_by_task(run['rows'])}\n\n{sources([run])}" for run in runs)
+    stated = [{**run, "dtype": run["weights"]} for run in runs]
+    return "\n\n".join(f"{_by_task(run['rows'])}\n\n{sources([run])}" for run in stated)
 
 
 def _by_task(rows: Sequence[Run]) -> str:
