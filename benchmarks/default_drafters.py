@@ -40,7 +40,7 @@ CACHE = 32_768
 
 @dataclass(slots=True)
 class Contestant:
-    """An engine and the rounds of a batch size."""
+    """An engine and its rounds of a batch size, or of a task."""
 
     llm: LLM
     rates: list[float] = field(default_factory=list)
@@ -64,11 +64,12 @@ class Contestant:
         pairs = zip(self.rates[1:], plain.rates[1:], strict=True)
         ratios = [rate / of_plain for rate, of_plain in pairs]
         return {
-            "tokens_per_second": round(statistics.median(self.rates[1:])),
+            "tokens_per_second": round(statistics.median(self.rates[1:]), 1),
             "ratio": round(statistics.median(ratios), 3),
             "lowest": round(min(ratios), 3),
             "highest": round(max(ratios), 3),
             "drafted_per_step": round(self.num_drafted / self.num_steps, 2),
+            "tokens_per_step": round(self.num_tokens / self.num_steps, 2),
         }
 
 

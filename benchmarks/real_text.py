@@ -26,21 +26,19 @@ import re
 import shlex
 import statistics
 import textwrap
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from benchmarks.default_drafters import PLAIN, Contestant
 from benchmarks.report import print_report
 
 from forethought import LLM, KvCacheConfig, SamplingParams
 from forethought.config import drafter_table
 from forethought.config.speculation import named_config
 
-PLAIN = "plain"
 WITHOUT_MODEL = ("ngram", "suffix")
 SUBJECTS = (
     "a lighthouse keeper", "the first snow", "a market in the morning", "an old violin",
@@ -105,38 +103,6 @@ TASKS: dict[str, Callable[[], list[str]]] = {
 }
 
 
-@dataclass(slots=True)
-class Contestant:
-    """An engine and its rounds of a task."""
-
-    llm: LLM
-    rates: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_steps: int = 0
-
-    def answer(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        """Answer the prompts of a round, one after the other."""
-        before, num_tokens = self.llm.stats.steps, 0
-        began = time.perf_counter()
-        for prompt in prompts:
-            num_tokens += len(self.llm.generate(prompt, params).outputs[0].token_ids)
-        self.rates.append(num_tokens / (time.perf_counter() - began))
-        self.num_tokens += num_tokens
-        self.num_steps += self.llm.stats.steps - before
-
-    def row(self, plain: Contestant) -> dict[str, Any]:
-        """Figures of the rounds, without the first one."""
-        pairs = zip(self.rates[1:], plain.rates[1:], strict=True)
-        ratios = [rate / of_plain for rate, of_plain in pairs]
-        return {
-            "tokens_per_second": round(statistics.median(self.rates[1:]), 1),
-            "ratio": round(statistics.median(ratios), 2),
-            "lowest": round(min(ratios), 2),
-            "highest": round(max(ratios), 2),
-            "tokens_per_step": round(self.num_tokens / self.num_steps, 2),
-        }
-
-
 def compare(task: str, llms: dict[str, LLM], args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a task."""
     contestants = {name: Contestant(llm) for name, llm in llms.items()}
@@ -148,7 +114,7 @@ def compare(task: str, llms: dict[str, LLM], args: argparse.Namespace) -> list[d
         prompts = list(map(llms[PLAIN].chat_prompt, chats))
         salted = params.replace(cache_salt=f"{task}, round {number}")
         for contestant in order[number % len(order) :] + order[: number % len(order)]:
-            contestant.answer(prompts, salted)
+            contestant.answer([[prompt] for prompt in prompts], salted)
     return [
         {"task": task, "drafter": name, **contestant.row(contestants[PLAIN])}
         for name, contestant in contestants.items()

@@ -174,6 +174,7 @@ def test_names_that_resolve_as_in_python_would_be_seen(
     (tmp_path / "somebodys_module.py").write_text("class Reward: pass")
     me, seen = threading.get_ident(), set[str]()
     for case in [
+        ("best_of_n", {"reward_controller": {"method": "os:system", "command": "true"}}),
         ("best_of_n", {"reward_controller": "somebodys_module:Reward"}),
         ("archon", {"pipeline": "/etc/passwd"}),
     ]:
@@ -184,6 +185,7 @@ def test_names_that_resolve_as_in_python_would_be_seen(
             compose_as_the_server_does(as_body(*case), methods.open_table())
         seen |= {event.partition(" ")[0] for event in events}
     assert seen >= {"exec", "open"}
+    assert "os.system" not in seen, "what is no controller is called"
 
 
 HOSTILE_FIELDS: list[dict[str, Any]] = [

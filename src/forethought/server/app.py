@@ -352,8 +352,8 @@ def _add_monitoring(app: FastAPI) -> None:
     @app.get("/openapi.json", response_model=None, include_in_schema=False)
     async def schema(request: Request) -> Response:
         """The schema of the API; it is made once, which takes a while."""
-        tenant = request.state.caller.tenant
-        return JSONResponse(await service_of(request).workers.run(app.openapi, tenant, SMALL + 1))
+        workers, tenant = service_of(request).workers, request.state.caller.tenant
+        return await workers.run(lambda: JSONResponse(app.openapi()), tenant, SMALL + 1)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:

@@ -11,7 +11,7 @@ caller.
 
 A message of a server has at most ``MAX_MESSAGE_BYTES``: a longer one is read by nothing that others
 wait for, and is an error of the call that it answers. A local server runs under ``mcp_relay`` for
-that; the package bounds the events of a stream by itself.
+that; of the events of a stream the package has the same limit.
 """
 
 from __future__ import annotations
