@@ -36,6 +36,14 @@ static inline int rows_at_once(int tokens) {
     return passes ? (tokens + passes - 1) / passes : 1;
 }
 
+// Weights that stay in a register where several rows use them: GCC would load them for each.
+template <int ROWS> static inline Vec used_by(Vec weights) {
+#if defined(__AVX__)
+    if (ROWS > 1) return in_order(weights);
+#endif
+    return weights;
+}
+
 // tile [ROWS, NP * PANEL] += x [ROWS, num_inputs] times NP panels of w. Panels are `panel_stride`
 // elements apart, inputs `stride`.
 template <class T, int ROWS, int NP>
@@ -51,7 +59,8 @@ static __attribute__((noinline)) void multiply(
         Vec weight[N];
         for (int p = 0; p < NP; p++)
             for (int v = 0; v < VECS; v++)
-                weight[p * VECS + v] = load(w + p * panel_stride + k * stride + v * LANES);
+                weight[p * VECS + v] =
+                    used_by<ROWS>(load(w + p * panel_stride + k * stride + v * LANES));
         for (int m = 0; m < ROWS; m++) {
             const Vec value = broadcast(x[m * ldx + k]);
             for (int j = 0; j < N; j++) acc[m][j] += value * weight[j];
