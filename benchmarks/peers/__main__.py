@@ -25,7 +25,7 @@ the first that differs from those of what ratios are to.
 ``decode``     tokens/s of greedy decoding, prompts of 128 tokens, by batch size
 ``first``      milliseconds to the first token after a prompt of 512
 ``mixed``      tokens/s of 64 requests with prompts of 16 to 256 tokens and answers of 16 to 192
-``context``    tokens/s of a long prompt, and of decoding after it, batch 1
+``context``    tokens/s of a long prompt, and of decoding after it
 ``speculate``  tokens/s of the reasoner on held-out questions: plain, prompt lookup, a draft model
 =============  ==================================================================================
 
@@ -42,6 +42,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -220,14 +221,21 @@ def run_cases(session: Session, entries: Sequence[Entry], vocab_size: int) -> No
                 mixed = [prompts.mixed() for _ in range(count)]
                 session.measure("64 mixed", mixed, cases.throughput)
     if "context" in args.cases:
-        longest = max(args.contexts) + cases.NUM_BEHIND
-        with session.loaded(entries, Settings("", args.dtype, "", args.threads, 1, longest)):
-            for context in args.contexts:
-                long = [
-                    prompts.fixed(1, context, cases.NUM_BEHIND, timed=True)
-                    for _ in range(args.context_rounds)
-                ]
-                session.measure(f"context {context},", long, cases.behind_context, num_warm=0)
+        run_contexts(session, entries, prompts)
+
+
+def run_contexts(session: Session, entries: Sequence[Entry], prompts: Prompts) -> None:
+    """Long prompts, and decoding after them."""
+    args = session.args
+    longest, most = max(args.contexts) + cases.NUM_BEHIND, max(args.context_batches)
+    with session.loaded(entries, Settings("", args.dtype, "", args.threads, most, longest)):
+        for context, batch in product(args.contexts, args.context_batches):
+            long = [
+                prompts.fixed(batch, context, cases.NUM_BEHIND, timed=True)
+                for _ in range(args.context_rounds)
+            ]
+            name = f"context {context}," if batch == 1 else f"{batch} of context {context},"
+            session.measure(name, long, cases.behind_context, num_warm=0)
 
 
 def run_reasoner(args: argparse.Namespace, folder: Path) -> Session:
@@ -335,6 +343,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 4096, 8192])
+    parser.add_argument("--context-batches", nargs="+", type=int, default=[1])
     parser.add_argument("--context-rounds", type=int, default=1)
     parser.add_argument("--questions", type=int, default=4, help="of the reasoner, per round")
     parser.add_argument("--answer", type=int, default=256, help="most tokens of its answers")

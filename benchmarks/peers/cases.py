@@ -80,12 +80,15 @@ def first_token(request: Request, answer: dict[str, Any]) -> dict[str, float]:
 
 
 def behind_context(request: Request, answer: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of the prompt, and of decoding after it."""
-    (prompt,), (new,) = request.prompts, request.lengths
+    """Tokens per second of the prompts, and of decoding after them."""
     if answer["first"] is None:
         return {}
+    num_prompt, num_new = sum(map(len, request.prompts)), sum(request.lengths)
     decoding = answer["seconds"] - answer["first"]
-    return {"prefill": len(prompt) / answer["first"], "decode": (new - 1) / decoding}
+    return {
+        "prefill": num_prompt / answer["first"],
+        "decode": (num_new - len(request.prompts)) / decoding,
+    }
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,15 @@ class PeerEngine:
         return Answer([list(result.outputs[0].token_ids) for result in results])
 
     def _timed(self, prompts: list[list[int]], params: list[SamplingParams]) -> Answer:
-        """One prompt, as a stream."""
-        (prompt,) = prompts
-        first, tokens = None, []
-        for output in self.llm.stream(prompt, params[0]):
-            first = first or time.perf_counter()
-            tokens = output.outputs[0].token_ids
-        return Answer([list(tokens)], first)
+        """The first token of all prompts, then the rest behind what the prefix cache holds."""
+        begun = self.llm.generate(prompts, [replace(p, max_tokens=1) for p in params])
+        first, heads = time.perf_counter(), [list(r.outputs[0].token_ids) for r in begun]
+        rest = self.llm.generate(
+            [prompt + head for prompt, head in zip(prompts, heads, strict=True)],
+            [replace(p, max_tokens=p.max_tokens - 1) for p in params],
+        )
+        tails = [list(result.outputs[0].token_ids) for result in rest]
+        return Answer([head + tail for head, tail in zip(heads, tails, strict=True)], first)
 
     def version(self) -> str:
         return f"forethought {forethought.__version__}, torch {torch.__version__}"

@@ -104,7 +104,8 @@ class PeerEngine:
                     rows.remove(row)
                     free.append(row.sequence)
                     self._forget(row.sequence)
-            first = first or time.perf_counter()
+            if first is None and not queue and all(row.tokens for row in rows):
+                first = time.perf_counter()
         return Answer([done[number] for number in range(len(request.prompts))], first)
 
     def _step(self, rows: list[Row]) -> list[tuple[Row, int]]:

@@ -65,8 +65,9 @@ class PeerEngine:
             handles.append(pipeline.add_request(self.number, tensor, config))
         tokens: list[list[int]] = [[] for _ in handles]
         while pipeline.has_non_finished_requests():
-            pipeline.step()
-            first = first or time.perf_counter()
+            pipeline.step()  # of prompts up to 256 tokens
+            if first is None and all(handle.can_read() for handle in handles):
+                first = time.perf_counter()
         for row, handle in zip(tokens, handles, strict=True):
             (output,) = handle.read_all()
             row += output.generated_ids

@@ -78,10 +78,12 @@ class PeerEngine:
                 detokenize=False,
             )
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        first, done = None, {}
+        first, done, begun = None, {}, set()
         while engine.has_unfinished_requests():
             for output in engine.step():
-                first = first or time.perf_counter()
+                begun.add(output.request_id)
+                if first is None and len(begun) == len(request.prompts):
+                    first = time.perf_counter()
                 if output.finished:
                     done[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
         return Answer([done[number] for number in range(len(request.prompts))], first)
