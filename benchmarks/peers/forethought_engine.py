@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,8 @@ WAYS = {
 
 class PeerEngine:
     """See :class:`~benchmarks.peers.worker.Engine`."""
+
+    caches_prefixes = True
 
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
         return source
@@ -72,21 +72,8 @@ class PeerEngine:
             )
             for length in request.lengths
         ]
-        if request.timed:
-            return self._timed(request.prompts, params)
         results = self.llm.generate(request.prompts, params)
         return Answer([list(result.outputs[0].token_ids) for result in results])
-
-    def _timed(self, prompts: list[list[int]], params: list[SamplingParams]) -> Answer:
-        """The first token of all prompts, then the rest behind what the prefix cache holds."""
-        begun = self.llm.generate(prompts, [replace(p, max_tokens=1) for p in params])
-        first, heads = time.perf_counter(), [list(r.outputs[0].token_ids) for r in begun]
-        rest = self.llm.generate(
-            [prompt + head for prompt, head in zip(prompts, heads, strict=True)],
-            [replace(p, max_tokens=p.max_tokens - 1) for p in params],
-        )
-        tails = [list(result.outputs[0].token_ids) for result in rest]
-        return Answer([head + tail for head, tail in zip(heads, tails, strict=True)], first)
 
     def version(self) -> str:
         return f"forethought {forethought.__version__}, torch {torch.__version__}"

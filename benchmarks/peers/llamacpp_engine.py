@@ -48,6 +48,8 @@ def quantise(source: Path, path: Path, kind: str) -> None:
 class PeerEngine:
     """See :class:`~benchmarks.peers.worker.Engine`."""
 
+    caches_prefixes = False
+
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
         if source.suffix == ".gguf" and not settings.form:
             return source
@@ -96,7 +98,11 @@ class PeerEngine:
             while queue and free:
                 number = queue.pop(0)
                 rows.append(Row(number, free.pop(0), list(request.prompts[number])))
-            for row, token in self._step(rows):
+            begun = not queue and all(row.tokens for row in rows)
+            if request.timed and first is None and begun:
+                first = time.perf_counter()
+            waits = request.timed and first is None  # until all prompts are read
+            for row, token in self._step([r for r in rows if not (waits and r.tokens)]):
                 row.tokens.append(token)
                 row.waiting = [token]
                 if len(row.tokens) == request.lengths[row.number] or token == request.eos:
@@ -104,8 +110,6 @@ class PeerEngine:
                     rows.remove(row)
                     free.append(row.sequence)
                     self._forget(row.sequence)
-            if first is None and not queue and all(row.tokens for row in rows):
-                first = time.perf_counter()
         return Answer([done[number] for number in range(len(request.prompts))], first)
 
     def _step(self, rows: list[Row]) -> list[tuple[Row, int]]:

@@ -27,6 +27,8 @@ class FirstToken(StoppingCriteria):
 class PeerEngine:
     """See :class:`~benchmarks.peers.worker.Engine`."""
 
+    caches_prefixes = False
+
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
         return source
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ CACHE_GIB = 1
 
 class PeerEngine:
     """See :class:`~benchmarks.peers.worker.Engine`. An engine for each way of speculation."""
+
+    caches_prefixes = True
 
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
         return source
@@ -78,15 +79,12 @@ class PeerEngine:
                 detokenize=False,
             )
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        first, done, begun = None, {}, set()
+        done = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
-                begun.add(output.request_id)
-                if first is None and len(begun) == len(request.prompts):
-                    first = time.perf_counter()
                 if output.finished:
                     done[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
-        return Answer([done[number] for number in range(len(request.prompts))], first)
+        return Answer([done[number] for number in range(len(request.prompts))])
 
     def version(self) -> str:
         return f"vllm {self.vllm.__version__}"

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -77,11 +77,16 @@ class Answer:
 
     tokens: list[list[int]]
     first: float | None = None
-    """``time.perf_counter()`` at the first token of all prompts; None: not known."""
+    """``time.perf_counter()`` when all prompts had one token, and none more; None: not known."""
 
 
 class Engine(Protocol):
     """One engine."""
+
+    caches_prefixes: bool
+    """Whether it computes nothing of a prompt again. Of one that does, ``generate`` tells ``first``
+    where a request is timed.
+    """
 
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
         """Convert the Hugging Face directory ``source``; the path that ``load`` will be given.
@@ -127,10 +132,24 @@ def answer(engine: Engine, line: dict[str, Any]) -> dict[str, Any]:
     request = Request(**values)
     clock = CLOCKS[request.clock]
     started = clock()
-    generated = engine.generate(request)
+    generated = timed(engine, request) if request.timed else engine.generate(request)
     seconds = clock() - started
     first = None if generated.first is None else generated.first - began
     return {"seconds": seconds, "first": first, "tokens": generated.tokens, **memory()}
+
+
+def timed(engine: Engine, request: Request) -> Answer:
+    """The first token of all prompts, and then the others of all together: an engine that begins
+    with one prompt while it reads the next would decode less than a batch.
+    """
+    if not engine.caches_prefixes:
+        return engine.generate(request)
+    heads = engine.generate(replace(request, lengths=[1] * len(request.prompts))).tokens
+    first = time.perf_counter()
+    prompts = [prompt + head for prompt, head in zip(request.prompts, heads, strict=True)]
+    lengths = [length - 1 for length in request.lengths]
+    tails = engine.generate(replace(request, prompts=prompts, lengths=lengths)).tokens
+    return Answer([head + tail for head, tail in zip(heads, tails, strict=True)], first)
 
 
 def serve(engine: Engine, requests: TextIO, write: Callable[[str], object]) -> None:
