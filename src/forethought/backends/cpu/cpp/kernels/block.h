@@ -20,12 +20,12 @@ static inline void multiply_some(
     int rows, const T* w, int64_t stride, const float* x, int64_t ldx, int num_inputs,
     float* tile) {
     switch (rows) {
-        case 1: return multiply<T, 1, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 2: return multiply<T, 2, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 3: return multiply<T, 3, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 4: return multiply<T, 4, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 5: return multiply<T, 5, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        default: return multiply<T, 6, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 1: return multiply<T, 1, 1>(w, 0, stride, num_inputs, {x, ldx, tile});
+        case 2: return multiply<T, 2, 1>(w, 0, stride, num_inputs, {x, ldx, tile});
+        case 3: return multiply<T, 3, 1>(w, 0, stride, num_inputs, {x, ldx, tile});
+        case 4: return multiply<T, 4, 1>(w, 0, stride, num_inputs, {x, ldx, tile});
+        case 5: return multiply<T, 5, 1>(w, 0, stride, num_inputs, {x, ldx, tile});
+        default: return multiply<T, 6, 1>(w, 0, stride, num_inputs, {x, ldx, tile});
     }
 }
 

@@ -18,7 +18,7 @@ static inline void multiply_down(
     const LowRank& by, const float* x, int64_t ldx, int rows, float* low, int64_t low_width) {
     for (int panel = 0; panel < num_panels(by.down.num_outputs); panel++) {
         alignas(64) float tile[MAX_ROWS * PANEL] = {};
-        multiply_tile(by.down, panel, 1, x, ldx, rows, tile);
+        multiply_tile(by.down, panel, 1, rows, {x, ldx, tile});
         for (int m = 0; m < rows; m++)
             memcpy(low + m * low_width + panel * PANEL, tile + m * PANEL, PANEL * 4);
     }
@@ -30,7 +30,7 @@ static inline void add_up(
     for (int panel = 0; panel < num_panels(by.up.num_outputs); panel++) {
         alignas(64) float tile[MAX_ROWS * PANEL] = {};
         const int left = by.up.num_outputs - panel * PANEL;
-        multiply_tile(by.up, panel, 1, low, low_width, rows, tile);
+        multiply_tile(by.up, panel, 1, rows, {low, low_width, tile});
         for (int m = 0; m < rows; m++)
             add_row(tile + m * PANEL, left < PANEL ? left : PANEL, y + m * ldy + panel * PANEL);
     }
@@ -84,8 +84,8 @@ class LowRanks {
             const int step = panels_at_once(rows, 2) == 2 ? rows : 1;
             for (int i = 0; i < rows; i += step)
                 multiply_tile(
-                    by.up, 2 * pair, 2, low(t + i), call.low_width, step,
-                    both + (t + i - begin) * 2 * PANEL);
+                    by.up, 2 * pair, 2, step,
+                    {low(t + i), call.low_width, both + (t + i - begin) * 2 * PANEL});
         });
     }
 

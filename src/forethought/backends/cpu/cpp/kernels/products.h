@@ -20,6 +20,8 @@ constexpr int MAX_ROWS = 6;                      // tokens that one pass over a 
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
 constexpr int BLOCK_FLOATS = 1 << 19;            // of inputs that all panels pass by: 2 MiB of L3
 constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
+constexpr int INPUTS_AHEAD = 16;                 // between two fetches of the next panels
+constexpr int LINE = 64;                         // bytes of one of the cache
 // Sums of a pass: in tiles those of PASS_TOKENS with two panels, or of a tile with four.
 constexpr int PASS_SUMS = HAS_DOT_PRODUCTS ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
 
@@ -44,17 +46,41 @@ template <int ROWS> static inline Vec used_by(Vec weights) {
     return weights;
 }
 
+// A part of the next panels, which a pass over the ones before fetches: where several passes go over
+// panels, memory would rest in all but the first.
+struct Ahead {
+    const char* from = nullptr;
+    int lines = 0; // for each INPUTS_AHEAD inputs of the pass
+
+    void fetch(int input) {
+        if (input % INPUTS_AHEAD) return;
+        for (int i = 0; i < lines; i++, from += LINE) __builtin_prefetch(from, 0, 2);
+    }
+};
+
+// Some tokens and the panels that they are multiplied with at once.
+struct Pass {
+    const float* x; // [rows, in]
+    int64_t ldx;    // elements from one row to the next
+    float* tile;    // [rows, panels * PANEL]: what is added to
+    Ahead ahead = {};
+};
+
 // tile [ROWS, NP * PANEL] += x [ROWS, num_inputs] times NP panels of w. Panels are `panel_stride`
 // elements apart, inputs `stride`.
 template <class T, int ROWS, int NP>
 static __attribute__((noinline)) void multiply(
-    const T* w, int64_t panel_stride, int64_t stride, const float* x, int64_t ldx, int num_inputs,
-    float* tile) {
+    const T* w, int64_t panel_stride, int64_t stride, int num_inputs, const Pass& pass) {
     constexpr int N = NP * VECS;
+    const float* x = pass.x;
+    const int64_t ldx = pass.ldx;
+    float* tile = pass.tile;
+    Ahead ahead = pass.ahead;
     Vec acc[ROWS][N];
     for (int m = 0; m < ROWS; m++)
         for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
     for (int k = 0; k < num_inputs; k++) {
+        if (ROWS > 1) ahead.fetch(k);
         if (ROWS > 1 && NP == 1) __builtin_prefetch((const char*)(w + k * stride) + AHEAD);
         Vec weight[N];
         for (int p = 0; p < NP; p++)
@@ -80,9 +106,12 @@ template <class T> static inline const T* read_again(const T* p) {
 // The same for panels of bf16: pairs [in / 2, PANEL, 2] of inputs.
 template <int ROWS, int NP>
 static __attribute__((noinline)) void multiply_pairs(
-    const uint16_t* w, int64_t panel_stride, const float* x, int64_t ldx, int num_inputs,
-    float* tile) {
+    const uint16_t* w, int64_t panel_stride, int num_inputs, const Pass& pass) {
     constexpr int N = NP * VECS;
+    const float* x = pass.x;
+    const int64_t ldx = pass.ldx;
+    float* tile = pass.tile;
+    Ahead ahead = pass.ahead;
     Vec acc[ROWS][N];
     for (int m = 0; m < ROWS; m++)
         for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
@@ -99,6 +128,7 @@ static __attribute__((noinline)) void multiply_pairs(
     const auto even = [](const uint16_t* pairs) { return load_even(pairs); };
     const auto odd = [](const uint16_t* pairs) { return load_odd(pairs); };
     for (int k = 0; k < num_inputs; k += 2, w += 2 * PANEL) {
+        if (ROWS > 1) ahead.fetch(k);
         if (ROWS > 1 && NP == 1) __builtin_prefetch((const char*)w + AHEAD);
         add(k, w, even);
         if (k + 1 < num_inputs) add(k + 1, read_again(w), odd);
@@ -112,8 +142,11 @@ static __attribute__((noinline)) void multiply_pairs(
 template <int ROWS, int NP>
 static __attribute__((noinline)) void multiply4(
     const int8_t* w, int64_t panel_stride, const float* scale, const float* zero,
-    int64_t next_groups, int group, const float* x, int64_t ldx, int num_inputs, float* tile) {
+    int64_t next_groups, int group, int num_inputs, const Pass& pass) {
     constexpr int N = NP * VECS;
+    const float* x = pass.x;
+    const int64_t ldx = pass.ldx;
+    float* tile = pass.tile;
     Vec acc[ROWS][N];
     for (int m = 0; m < ROWS; m++)
         for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
@@ -136,50 +169,47 @@ static __attribute__((noinline)) void multiply4(
 }
 
 template <int ROWS, int NP>
-static inline void multiply4_panels(
-    const Linear& w, int panel, const float* x, int64_t ldx, float* tile) {
+static inline void multiply4_panels(const Linear& w, int panel, const Pass& pass) {
     const int64_t size = panel_size(w), groups = int64_t(w.num_inputs) / w.group_size * PANEL;
     multiply4<ROWS, NP>(
         (const int8_t*)w.weight + panel * size / 2, size, w.scale + panel * groups,
-        w.zero + panel * groups, groups, w.group_size, x, ldx, w.num_inputs, tile);
+        w.zero + panel * groups, groups, w.group_size, w.num_inputs, pass);
 }
 
 template <int ROWS, int NP>
-static void multiply_panels(const Linear& w, int panel, const float* x, int64_t ldx, float* tile) {
+static void multiply_panels(const Linear& w, int panel, const Pass& pass) {
     const int inputs = w.num_inputs;
     const int64_t size = panel_size(w), at = panel * size;
     if (w.type == F32)
-        multiply<float, ROWS, NP>((const float*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+        multiply<float, ROWS, NP>((const float*)w.weight + at, size, PANEL, inputs, pass);
     else if (w.type == BF16)
-        multiply_pairs<ROWS, NP>((const uint16_t*)w.weight + at, size, x, ldx, inputs, tile);
+        multiply_pairs<ROWS, NP>((const uint16_t*)w.weight + at, size, inputs, pass);
     else if (w.type == I8)
-        multiply<int8_t, ROWS, NP>((const int8_t*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+        multiply<int8_t, ROWS, NP>((const int8_t*)w.weight + at, size, PANEL, inputs, pass);
     else
-        multiply4_panels<ROWS, NP>(w, panel, x, ldx, tile);
+        multiply4_panels<ROWS, NP>(w, panel, pass);
 }
 
 template <int ROWS>
-static void multiply_rows(
-    const Linear& w, int panel, int count, const float* x, int64_t ldx, float* tile) {
+static void multiply_rows(const Linear& w, int panel, int count, const Pass& pass) {
     if (count == 4) {
-        if constexpr (fits(ROWS, 4)) multiply_panels<ROWS, 4>(w, panel, x, ldx, tile);
+        if constexpr (fits(ROWS, 4)) multiply_panels<ROWS, 4>(w, panel, pass);
     } else if (count == 2) {
-        if constexpr (fits(ROWS, 2)) multiply_panels<ROWS, 2>(w, panel, x, ldx, tile);
+        if constexpr (fits(ROWS, 2)) multiply_panels<ROWS, 2>(w, panel, pass);
     } else {
-        multiply_panels<ROWS, 1>(w, panel, x, ldx, tile);
+        multiply_panels<ROWS, 1>(w, panel, pass);
     }
 }
 
-// tile [rows, count * PANEL] += x [rows, in] times panels [panel, panel + count).
-static void multiply_tile(
-    const Linear& w, int panel, int count, const float* x, int64_t ldx, int rows, float* tile) {
+// Add the products of some rows with panels [panel, panel + count).
+static void multiply_tile(const Linear& w, int panel, int count, int rows, const Pass& pass) {
     switch (rows) {
-        case 1: return multiply_rows<1>(w, panel, count, x, ldx, tile);
-        case 2: return multiply_rows<2>(w, panel, count, x, ldx, tile);
-        case 3: return multiply_rows<3>(w, panel, count, x, ldx, tile);
-        case 4: return multiply_rows<4>(w, panel, count, x, ldx, tile);
-        case 5: return multiply_rows<5>(w, panel, count, x, ldx, tile);
-        default: return multiply_rows<6>(w, panel, count, x, ldx, tile);
+        case 1: return multiply_rows<1>(w, panel, count, pass);
+        case 2: return multiply_rows<2>(w, panel, count, pass);
+        case 3: return multiply_rows<3>(w, panel, count, pass);
+        case 4: return multiply_rows<4>(w, panel, count, pass);
+        case 5: return multiply_rows<5>(w, panel, count, pass);
+        default: return multiply_rows<6>(w, panel, count, pass);
     }
 }
 
@@ -254,7 +284,9 @@ class Factors {
         if (integers) return integers->multiply(source, panel, count, t, rows, sums);
         memset(sums, 0, rows * count * PANEL * 4);
         if (by_group) return multiply_by_group(panel, count, t, rows, sums);
-        multiply_tile(plain, panel - first, count, x.floats + t * x.stride, x.stride, rows, sums);
+        multiply_tile(
+            plain, panel - first, count, rows,
+            {x.floats + t * x.stride, x.stride, sums, ahead(panel + count, count, t)});
     }
 
   private:
@@ -266,6 +298,21 @@ class Factors {
     const std::optional<TileInput>& tiles;
     const std::optional<IntegerInput>& integers;
     int first = 0; // panel of `plain`
+
+    // What the pass from token t on fetches of panels [panel, panel + count).
+    Ahead ahead(int panel, int count, int t) const {
+        const int most = tokens < block() ? tokens : block();
+        const int num_passes = (most + step() - 1) / step(), pass = t % block() / step();
+        const int sharing = num_passes < FETCH_PASSES ? num_passes : FETCH_PASSES;
+        if (converted || sharing == 1 || pass >= sharing) return {};
+        const int weight_bytes = source.type == F32 ? 4 : source.type == BF16 ? 2 : 1;
+        const int64_t panel_bytes = panel_size(source) * weight_bytes;
+        const int64_t bytes = count * panel_bytes, per_inputs = bytes / source.num_inputs;
+        const int lines = int(per_inputs * INPUTS_AHEAD / LINE);
+        return {
+            (const char*)source.weight + panel * panel_bytes + bytes * pass / sharing,
+            (lines + sharing - 1) / sharing};
+    }
 
     float* buffer() const { // of this thread, kept between calls
         static thread_local std::vector<float> kept;
@@ -282,7 +329,7 @@ class Factors {
         for (int g = 0; g < source.num_inputs / GROUP; g++, from += GROUP) {
             for (int p = 0; p < count; p++)
                 dequantize_panel(source, panel + p, g, g + 1, weights + p * GROUP * PANEL);
-            multiply_tile(part, 0, count, from, x.stride, rows, sums);
+            multiply_tile(part, 0, count, rows, {from, x.stride, sums});
         }
     }
 
