@@ -39,7 +39,15 @@ from forethought.model import loader
 from forethought.model.adapter import read_adapter
 from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
-from models import RECURRENT, greedy, prompts, save_with_vision, tiny, transformers_model
+from models import (
+    RECURRENT,
+    RECURRENT_VARIANTS,
+    greedy,
+    prompts,
+    save_with_vision,
+    tiny,
+    transformers_model,
+)
 from redrafter_heads import random_head as redrafter_head
 from turns import by_turns
 
@@ -66,7 +74,7 @@ def generated(machine: Engine, **changes: object) -> list[list[int]]:
     return outputs(sequences)
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_VARIANTS])
 def test_requests_that_come_and_go_generate_what_transformers_does(architecture: str) -> None:
     """Prompts are cut into chunks that end anywhere, beside decodes."""
     machine = engine(architecture, pages=80, max_num_tokens=23)

@@ -31,12 +31,12 @@ from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.llama.layers import rotary_table
 from forethought.model.recurrent_layers import RecurrentLayers
+from forethought.model.rotary import find_rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TRIAL_TOKENS = 4
-ROTARY_NAMES = ("rotary_emb", "pos_emb")
 MIN_POSITIONS = 256
 """Whose rotation is computed at a time, at least."""
 
@@ -209,8 +209,7 @@ def _rotary_of(
     module: PreTrainedModel, decoder: DecoderLayers, max_positions: int
 ) -> _RotaryTable | None:
     """The rotation of all layers; None: there is none, or it is not found."""
-    parts = (getattr(module.get_decoder(), name, None) for name in ROTARY_NAMES)
-    part = next((part for part in parts if isinstance(part, nn.Module)), None)
+    part = find_rotary(module.get_decoder())
     if part is None or decoder.rotation is None:
         return None
     rotary = _RotaryTable(part, module.dtype, max_positions)
