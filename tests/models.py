@@ -289,6 +289,28 @@ def tiny_in_groups(architecture: str) -> Path:
     return grouped
 
 
+_SCALE = 40.0
+"""Of the embeddings of ``bigram``, beside what layers add to them."""
+
+
+@functools.cache
+def bigram(architecture: str) -> Path:
+    """As ``tiny``, but that layers add little to the embeddings: most tokens depend on the last one
+    alone, in the way of all models of this kind, so that one of them drafts well for another.
+    """
+    path = tiny(architecture).with_name(f"{architecture}-bigram")
+    module, like = (
+        AutoModelForCausalLM.from_pretrained(tiny(name)) for name in (architecture, "llama")
+    )
+    embeddings, head = like.get_input_embeddings().weight, like.get_output_embeddings().weight
+    module.get_input_embeddings().weight.data.copy_(_SCALE * embeddings)
+    module.get_output_embeddings().weight.data.copy_(head)
+    [norm] = [part for part in module.get_decoder().children() if "RMSNorm" in type(part).__name__]
+    norm.weight.data.fill_(1.0)
+    module.save_pretrained(path)
+    return path
+
+
 def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
     """A tiny module in memory, with random weights, nothing left at zero or one."""
     config = AutoConfig.from_pretrained(tiny(architecture), **changes)

@@ -238,9 +238,8 @@ struct ChainRow {
     const Sampling* sampling; // null: each token is the most probable one
     int64_t seed, sample;     // of its uniform samples
     const void* adapter;      // as of Call
-    float* const*
-        after; // [num_steps]: where the states of recurrent layers go that a step leaves; of
-               // a target with ModuleDecoder
+    float* const* after;      // where the states of recurrent layers go after the last known token
+                              // and all that may be stored after it; of a target with ModuleDecoder
 };
 
 // Hidden states of the target, as a draft module reads them.

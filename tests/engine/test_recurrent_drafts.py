@@ -1,0 +1,181 @@
+"""Several steps with drafts of models with recurrent layers in one call of C++ leave what single
+steps leave: tokens, scores, keys, and the states of the layers, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+from engines import GREEDY, drain, engine_over, expect_empty, outputs
+from forethought.backends.cpu.module_steps import ModuleSteps
+from forethought.config.drafters import DraftTargetDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.engine.engine import Engine
+from forethought.kv.pool import PagePool
+from forethought.kv.recurrent import RecurrentStorage
+from forethought.kv.table import PageTable
+from forethought.model import loader
+from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from models import bigram, greedy, prompts
+from recurrent_generations import run, states_of
+
+PROMPTS = prompts((3, 17, 9, 30, 70))
+SAMPLED = GREEDY.replace(temperature=0.5, seed=5)
+FEW = ["qwen3_5", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "zamba2"]
+
+
+@functools.cache
+def loaded(architecture: str, dtype: str, quantization: loader.Quantization | None) -> CausalLM:
+    path = bigram(architecture)
+    return loader.load(path, dtype=dtype, quantization=quantization, forward="auto")
+
+
+def made(
+    num_steps: int,
+    architecture: str,
+    draft_len: int = 4,
+    dtype: str = "float32",
+    quantization: loader.Quantization | None = None,
+    **settings: Any,
+) -> Engine:
+    config = DraftTargetDecodingConfig(max_draft_len=draft_len, speculative_model=bigram("llama"))
+    lm = loaded(architecture, dtype, quantization)
+    limits = {"pages": 400, "max_num_tokens": 200, **settings}
+    machine = engine_over(lm, speculative=[config], **limits)
+    machine.num_decode_steps = num_steps
+    states_of(machine).max_states = 1000  # single steps also keep those of rejected drafts
+    return machine
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The forwards of each call of C++ with drafts."""
+    made, original = list[int](), ModuleSteps.advance
+
+    def advance(self: ModuleSteps, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        if self.drafting is not None:
+            made.append(result.num_forwards)
+        return result
+
+    monkeypatch.setattr(ModuleSteps, "advance", advance)
+    return made
+
+
+def mixed(architecture: str) -> list[SamplingParams]:
+    """Greedy and sampled, with scores, penalties, and ends at different times."""
+    [text] = greedy(bigram(architecture), PROMPTS[:1], 12)
+    return [
+        GREEDY.replace(max_tokens=140, stop_token_ids=[text[-1]]),
+        SAMPLED.replace(max_tokens=33, logprobs=2),
+        GREEDY.replace(max_tokens=90, logprobs=0),
+        SAMPLED.replace(max_tokens=7, top_k=20, top_p=0.9, repetition_penalty=1.2),
+        SAMPLED.replace(max_tokens=140, seed=8, min_tokens=5, ignore_eos=False),
+    ]
+
+
+KINDS = [
+    pytest.param(*kind, marks=[] if number % 3 == 0 else pytest.mark.slow)
+    for number, kind in enumerate(itertools.product(FEW, ["float32", "bfloat16"], [None, "w8a8"]))
+]
+
+
+@pytest.mark.parametrize("draft_len", [4, pytest.param(1, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize(("architecture", "dtype", "quantization"), KINDS)
+def test_tokens_scores_keys_and_states_are_those_of_single_steps(
+    architecture: str,
+    dtype: str,
+    quantization: loader.Quantization | None,
+    draft_len: int,
+    calls: list[int],
+) -> None:
+    kind = architecture, draft_len, dtype, quantization
+    expected = run(made(1, *kind), PROMPTS, mixed(architecture))
+    assert not calls
+    machine = made(7, *kind)
+    assert run(machine, PROMPTS, mixed(architecture)) == expected
+    assert sum(calls) > 10
+    assert max(calls) == 7
+    assert 0 < machine.stats.accepted < machine.stats.drafted
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_greedy_tokens_are_those_of_transformers(architecture: str, calls: list[int]) -> None:
+    machine = made(8, architecture)
+    sequences = [machine.add(prompt, GREEDY.replace(max_tokens=50))[0] for prompt in PROMPTS]
+    drain(machine)
+    assert outputs(sequences) == greedy(bigram(architecture), PROMPTS, 50)
+    assert calls
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "zamba2"])
+def test_what_was_generated_with_drafts_is_forked_rewound_extended_and_resumed_alike(
+    architecture: str, params: SamplingParams, calls: list[int]
+) -> None:
+    """Also a sequence that is closed while the others go on, and lengths within the last draft."""
+    results = []
+    for num_steps in (1, 8):
+        machine = made(num_steps, architecture, draft_len=6)
+        kept = [
+            machine.add(prompt, params.replace(max_tokens=40), keep=True)[0]
+            for prompt in PROMPTS[:3]
+        ]
+        machine.step()
+        machine.step()
+        machine.close(kept.pop())
+        drain(machine)
+        first, second = kept
+        kept += [machine.fork(first, len(first.tokens) - back) for back in (0, 1, 2, 5, 9)]
+        machine.rewind(second, len(second.tokens) - 2)
+        machine.extend(second, [7, 8, 9])
+        machine.check_integrity()
+        for sequence in kept:
+            machine.resume(sequence, params.replace(max_tokens=30))
+        drain(machine)
+        results.append(outputs(kept))
+        for sequence in kept:
+            machine.close(sequence)
+        expect_empty(machine)
+    assert results[0] == results[1]
+    assert calls
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear"])
+def test_a_small_pool_preempts_rows_with_drafts_and_changes_no_token(
+    architecture: str, calls: list[int]
+) -> None:
+    expected = greedy(bigram(architecture), PROMPTS, 40)
+    machine = made(8, architecture, pages=36, max_batch_size=4, max_num_tokens=60)
+    sequences = [machine.add(prompt, GREEDY.replace(max_tokens=40))[0] for prompt in PROMPTS]
+    drain(machine)
+    assert outputs(sequences) == expected
+    assert machine.stats.preemptions > 0
+    assert calls
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("draft_len", [0, 1, 4, 9])
+def test_states_that_drafts_write_share_no_memory_with_those_that_are_kept(draft_len: int) -> None:
+    """A step may accept all of its draft, and one more, whose logits are not finite, has written
+    as many states and gives no token.
+    """
+    lm = loaded("qwen3_5", "float32", None)
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.recurrent is not None
+    assert lm.network.recurrent.native is not None
+    storage = lm.storage(100, 4)
+    assert isinstance(storage, RecurrentStorage)
+    table = PageTable(PagePool(100, 4))
+    table.append(200)
+    decoded = storage.new_decoded(
+        table, range(40, 200), lm.network.recurrent.native.new_state, draft_len
+    )
+    size = 1 + draft_len
+    for stop in range(size, 160 - size):
+        last = decoded.states[max(0, stop - size - 2) : stop + size]
+        assert len({id(state) for state in last}) == len(last)
