@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from forethought.backends.cpu import attention as cpu_attention
 from forethought.backends.cpu import library
 from forethought.backends.cpu.mixture import NativeMixture
+from forethought.backends.cpu.module_forward import ModuleForward
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.model import loader, transformers_module
@@ -133,11 +134,22 @@ def test_attention_beside_native_recurrent_layers_runs_in_cpp(architecture: str)
     assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
 
 
-def test_values_are_stored_as_wide_as_keys_where_cpp_attends() -> None:
-    [native] = loaded("kimi_linear").layer_shapes
+def test_values_are_stored_as_wide_as_keys_where_cpp_attends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the forward is tried."""
+    tried, original = list[Any](), ModuleForward.of
+
+    def of(lm: CausalLM) -> ModuleForward | None:
+        tried.extend(lm.layer_shapes)
+        return original(lm)
+
+    monkeypatch.setattr(ModuleForward, "of", of)
+    [native] = load("kimi_linear").layer_shapes
     [plain] = load("kimi_linear", forward="torch").layer_shapes
     assert (plain.key_dim, plain.value_dim) == (12, 8)
     assert (native.key_dim, native.value_dim) == (12, 12)
+    assert tried == [native]
 
 
 @pytest.mark.parametrize("architecture", ["olmo_hybrid", "kimi_linear"])

@@ -275,7 +275,8 @@ def _with_native_parts(
     network = replace(network, attention=attention, decoder=decoder)
     if decoder is None:
         return network
-    whole = backends.cpu().module_forward(CausalLM(network, backend, traits))
+    profiled = replace(traits, layers=attention.profiles)
+    whole = backends.cpu().module_forward(CausalLM(network, backend, profiled))
     return replace(network, whole=whole)
 
 
