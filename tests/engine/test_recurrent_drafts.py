@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from eagle_heads import new_directory, random_eagle, random_head
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu.module_steps import ModuleSteps
-from forethought.config.drafters import DraftTargetDecodingConfig
-from forethought.config.sampling import SamplingParams
+from forethought.config.drafters import DraftTargetDecodingConfig, EagleDecodingConfig
+from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.kv.pool import PagePool
 from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from generations import expect_same
 from models import bigram, greedy, prompts
-from recurrent_generations import run, states_of
+from recurrent_generations import kept_states, run, states_of
 
 PROMPTS = prompts((3, 17, 9, 30, 70))
 SAMPLED = GREEDY.replace(temperature=0.5, seed=5)
@@ -33,18 +39,43 @@ def loaded(architecture: str, dtype: str, quantization: loader.Quantization | No
     return loader.load(path, dtype=dtype, quantization=quantization, forward="auto")
 
 
+@functools.cache
+def bigram_head() -> Path:
+    """Of EAGLE-1: its states are mostly the embedding of the token, as those of ``bigram`` are."""
+    head = random_eagle(bias=False)
+    hidden = head.config.hidden_size
+    head.fc.weight.data = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    for name, weight in head.layers.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.data *= 0.003
+    path = new_directory()
+    head.save(path)
+    return path
+
+
+DRAFTERS: dict[str, Callable[[int], DecodingBaseConfig]] = {
+    "draft model": lambda size: DraftTargetDecodingConfig(
+        max_draft_len=size, speculative_model=bigram("llama")
+    ),
+    "eagle": lambda size: EagleDecodingConfig(max_draft_len=size, speculative_model=bigram_head()),
+    "eagle3": lambda size: EagleDecodingConfig(
+        max_draft_len=size, speculative_model=random_head("eagle3")
+    ),
+}
+
+
 def made(
     num_steps: int,
     architecture: str,
     draft_len: int = 4,
     dtype: str = "float32",
     quantization: loader.Quantization | None = None,
+    drafter: str = "draft model",
     **settings: Any,
 ) -> Engine:
-    config = DraftTargetDecodingConfig(max_draft_len=draft_len, speculative_model=bigram("llama"))
     lm = loaded(architecture, dtype, quantization)
     limits = {"pages": 400, "max_num_tokens": 200, **settings}
-    machine = engine_over(lm, speculative=[config], **limits)
+    machine = engine_over(lm, speculative=[DRAFTERS[drafter](draft_len)], **limits)
     machine.num_decode_steps = num_steps
     states_of(machine).max_states = 1000  # single steps also keep those of rejected drafts
     return machine
@@ -100,6 +131,56 @@ def test_tokens_scores_keys_and_states_are_those_of_single_steps(
     assert sum(calls) > 10
     assert max(calls) == 7
     assert 0 < machine.stats.accepted < machine.stats.drafted
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+@pytest.mark.parametrize("architecture", FEW)
+def test_chains_that_read_hidden_states_are_those_of_single_steps(
+    architecture: str, drafter: str, dtype: str, calls: list[int]
+) -> None:
+    """Also what is stored for the drafts to come."""
+    machines, kept, states = [], [], []
+    for num_steps in (1, 7):
+        machine = made(num_steps, architecture, dtype=dtype, drafter=drafter)
+        sequences = [
+            machine.add(prompt, params, keep=True)[0]
+            for prompt, params in zip(PROMPTS, mixed(architecture), strict=True)
+        ]
+        drain(machine)
+        machines.append(machine)
+        kept.append(sequences)
+        states.append([kept_states(machine, sequence) for sequence in sequences])
+    expect_same(machines, kept)
+    assert states[0] == states[1]
+    assert max(calls) == 7
+    assert machines[1].stats.accepted > 5 or drafter == "eagle3"
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_hidden_states_of_plain_steps_are_stored_within_their_call(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests without drafts, for those of a drafter that may be asked later."""
+    made_calls, original = list[int](), ModuleSteps.advance
+
+    def advance(self: ModuleSteps, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        assert self.drafting is None
+        assert self.cache is not None
+        made_calls.append(result.num_forwards)
+        return result
+
+    monkeypatch.setattr(ModuleSteps, "advance", advance)
+    machines, kept = [], []
+    for num_steps in (1, 7):
+        machine = made(num_steps, architecture, drafter="eagle")
+        params = GREEDY.replace(max_tokens=40, speculation=SpeculationParams(enabled=False))
+        kept.append([machine.add(prompt, params, keep=True)[0] for prompt in PROMPTS])
+        drain(machine)
+        machines.append(machine)
+    expect_same(machines, kept)
+    assert max(made_calls) == 7
 
 
 @pytest.mark.parametrize("architecture", FEW)

@@ -20,6 +20,7 @@ from forethought.backends.cpu.native_steps import (
     StateAddresses,
     StoredStates,
     keeps_scores,
+    plain_steps,
 )
 from forethought.kv.recurrent import DecodedStates, RecurrentStorage
 from forethought.model.attention.base import PagedPass
@@ -35,7 +36,7 @@ from forethought.speculative.verify.accept import VerificationResult
 
 @dataclass(frozen=True, slots=True)
 class ModuleSteps(StepRunner):
-    """Where all of a module runs in one call: without hidden states and adapters.
+    """Where all of a module runs in one call: without adapters.
 
     The first step reads and leaves states as every forward does; those of later tokens, and of the
     drafts of the first one, are kept as single steps would have kept them.
@@ -46,6 +47,7 @@ class ModuleSteps(StepRunner):
         recurrent: its recurrent layers.
         storage: of their states.
         drafting: what drafts; None: plain decoding.
+        cache: which stores the target's hidden states of plain steps; None: none does.
     """
 
     runner: ModelRunner
@@ -53,6 +55,7 @@ class ModuleSteps(StepRunner):
     recurrent: RecurrentLayers
     storage: RecurrentStorage
     drafting: ChainDrafting | None = None
+    cache: HiddenStateCache | None = None
 
     @classmethod
     @override
@@ -64,7 +67,7 @@ class ModuleSteps(StepRunner):
         caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
         network, storage = runner.lm.network, runner.storage
-        if caches or any(row.adapter is not None for row in rows):
+        if len(caches) > 1 or any(row.adapter is not None for row in rows):
             return None
         if not isinstance(network, TransformersNetwork) or network.whole is None:
             return None
@@ -72,11 +75,12 @@ class ModuleSteps(StepRunner):
         if target.are_hooked() or not keeps_scores(rows, target.vocab_size):
             return None
         drafting = None if chains is None else ChainDrafting.of(chains, target.vocab_size)
-        if chains is not None and (drafting is None or drafting.reads_states):
+        if chains is not None and drafting is None:
             return None
         assert network.recurrent is not None
         assert isinstance(storage, RecurrentStorage)
-        return cls(runner, target, network.recurrent, storage, drafting)
+        cache = caches[0] if caches else None
+        return cls(runner, target, network.recurrent, storage, drafting, cache)
 
     @override
     def advance(
@@ -84,7 +88,7 @@ class ModuleSteps(StepRunner):
     ) -> Advance:
         steps = partial(self._call, rows, num_steps, interrupt)
         if self.drafting is None:
-            return steps(None, None)
+            return plain_steps(rows, steps, self.cache)
         return self.drafting.advance(rows, steps)
 
     def _call(
@@ -95,13 +99,12 @@ class ModuleSteps(StepRunner):
         draft: NativeDraft | None,
         stored: StoredStates | None,
     ) -> Advance:
-        assert stored is None, "the target hands out no hidden states"
         lm, decoded = self.runner.lm, [self._decoded(row, num_steps) for row in rows]
         batch = Batch.build([row.known() for row in rows])
         target = PagedPass(batch, self.storage, lm.backend, lm.windows)
         with self.recurrent.over(batch, self.storage):
             states = self._addresses(batch, decoded)
-            call = ChainCall(target, rows, draft, recurrent=states)
+            call = ChainCall(target, rows, draft, stored, states)
             advance = Advance(*call.run(self.target, num_steps, interrupt))
         self.storage.keep_decoded(decoded, [*map(_num_stored, advance.results)])
         return advance

@@ -335,11 +335,6 @@ class ChainDrafting:
             return None
         return cls(chains, network, vocab_size)
 
-    @property
-    def reads_states(self) -> bool:
-        """Whether the network reads hidden states of the target."""
-        return self.chains.runner.hidden_states is not None
-
     def advance(self, rows: Sequence[DecodeRow], steps: Steps) -> Advance:
         """Make the steps of a call, and mark what they store for drafts."""
         drafting = [row.request for row in rows if row.draft_len]
@@ -376,6 +371,17 @@ class ChainDrafting:
         if num_known < self.vocab_size:
             token_ids = batch.token_ids.where(batch.token_ids < num_known, 0)
             paged_pass.batch = replace(batch, token_ids=token_ids)
+
+
+def plain_steps(rows: Sequence[DecodeRow], steps: Steps, cache: HiddenStateCache | None) -> Advance:
+    """Make steps without drafts, and store hidden states where a cache will be read."""
+    if cache is None:
+        return steps(None, None)
+    advance = steps(None, StoredStates(cache.storage.keys[0], cache.layer_ids))
+    for row, results in zip(rows, advance.results, strict=True):
+        num_stored = sum(len(result.tokens) for result in results)
+        cache.mark(row.table, row.start, row.position + num_stored)
+    return advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,17 +426,8 @@ class NativeSteps(StepRunner):
     ) -> Advance:
         steps = partial(self._call, rows, num_steps, interrupt)
         if self.drafting is None:
-            return self._plain(rows, steps)
+            return plain_steps(rows, steps, self.cache)
         return self.drafting.advance(rows, steps)
-
-    def _plain(self, rows: Sequence[DecodeRow], steps: Steps) -> Advance:
-        if self.cache is None:
-            return steps(None, None)
-        advance = steps(None, StoredStates(self.cache.storage.keys[0], self.cache.layer_ids))
-        for row, results in zip(rows, advance.results, strict=True):
-            num_stored = sum(len(result.tokens) for result in results)
-            self.cache.mark(row.table, row.start, row.position + num_stored)
-        return advance
 
     def _call(
         self,

@@ -118,8 +118,8 @@ class _Sublayer:
         """Whether the linears of all parts are."""
         return all(part.packed_struct() is not None for part in self.parts)
 
-    def struct(self) -> SublayerStruct:
-        """With its weights, once it is packed."""
+    def struct(self, begins: int = -1) -> SublayerStruct:
+        """With its weights, once it is packed; ``begins``: as in structures.h."""
         packed: dict[str, Any] = {_FIELDS[type(part)]: part.packed_struct() for part in self.parts}
         return SublayerStruct(
             **_norm_fields("norm", "eps", self.norm),
@@ -129,6 +129,7 @@ class _Sublayer:
             attention_scale=self.attention_scale,
             input=self.input,
             to_side=self.to_side,
+            begins=begins,
             **{name: ctypes.pointer(struct) for name, struct in packed.items()},
         )
 
@@ -148,15 +149,19 @@ class NativeSublayers:
         layers: for each decoder layer what it may be, as many sublayers each. ``agrees`` finds out.
 
     Attributes:
+        num_layers: decoder layers.
         structs: of the sublayers, one after the other.
         hidden: width of what they read and give.
         width: floats of a token between the products of any of them.
     """
 
     def __init__(self, layers: Sequence[Sequence[_Layer]]) -> None:
-        self._layers = layers
+        self._layers, self.num_layers = layers, len(layers)
         first = [sublayer for [layer, *_] in layers for sublayer in layer]
-        self.structs = (SublayerStruct * len(first))(*(sublayer.struct() for sublayer in first))
+        structs = [
+            struct for index, [layer, *_] in enumerate(layers) for struct in _structs(index, layer)
+        ]
+        self.structs = (SublayerStruct * len(structs))(*structs)
         self._begins = [0, *itertools.accumulate(len(layer) for [layer, *_] in layers)]
         parts = [part for sublayer in first for part in sublayer.parts]
         self.hidden = first[0].hidden
@@ -236,10 +241,17 @@ class NativeSublayers:
         if self._reads_embeddings and arguments[-1] is None:
             return False
         for sublayers in self._layers[layer]:
-            self.structs[begin:end] = [sublayer.struct() for sublayer in sublayers]
+            self.structs[begin:end] = _structs(layer, sublayers)
             if is_close(self.compute(range(layer, layer + 1), x, *arguments), expected):
                 return True
         return False
+
+
+def _structs(layer: int, sublayers: _Layer) -> list[SublayerStruct]:
+    """Those of a decoder layer."""
+    return [
+        sublayer.struct(layer if number == 0 else -1) for number, sublayer in enumerate(sublayers)
+    ]
 
 
 def _candidates(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Layer]:

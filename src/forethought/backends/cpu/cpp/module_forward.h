@@ -34,6 +34,7 @@ class ModuleForward {
         SublayersCall call = {};
         call.sublayers = w.sublayers, call.num_sublayers = w.num_sublayers;
         call.rotary = w.rotary, call.batch = &batch, call.hidden = model.hidden;
+        call.states = batch.states;
         call.tokens = states, call.rows = begins.data();
         float* mixture = place(call);
         uint16_t* tiles = (uint16_t*)(mixture + round_up(mixture_size(call)));
@@ -85,12 +86,14 @@ class ModuleForward {
             memcpy(call.embeddings + begin, call.x + begin, count * 4);
         }
         Sublayers(call, mixture, thread).run();
-        for (int64_t t = share.begin; t < share.end; t++) {
-            float* x = call.x + t * hidden;
-            round(x, hidden);
-            norm(x, model.final_norm, int(hidden), model.eps, x);
-            round(x, hidden);
-        }
+        float* x = call.x + share.begin * hidden;
+        const int64_t count = (share.end - share.begin) * hidden;
+        round(x, count);
+        keep_state(call, model.num_layers, share);
+        for (int64_t i = 0; i < count; i += hidden)
+            norm(x + i, model.final_norm, int(hidden), model.eps, x + i);
+        round(x, count);
+        keep_state(call, model.num_layers + 1, share);
         thread.wait();
         if (thread.index == 0)
             for (int64_t r = 0; r < batch.num_logits; r++) // they rise, so none is overwritten

@@ -409,6 +409,7 @@ struct Sublayer {
     float attention_input, attention_scale; // beside a recurrent layer
     int32_t input;                          // enum SublayerInput
     int32_t to_side;
+    int32_t begins; // the decoder layer that begins with it; -1: none does
 };
 
 // Consecutive sublayers over a batch; see sublayers.h.
@@ -422,7 +423,8 @@ struct SublayersCall {
     float* projected;         // [T, widest]: of any of them, see its structure
     float* mixed;             // the same
     const float* rotary;      // as of ModuleAttentionCall
-    const Call* batch;        // the same; also where there is no attention
+    float* const* states;     // as of Call, of what enters layers; null: they are not wanted
+    const Call* batch;        // as of ModuleAttentionCall; also where there is no attention
     const TokenState* tokens; // as of RecurrentCall
     const int32_t* rows;      // the same
     int32_t num_sublayers, hidden;

@@ -14,6 +14,14 @@
 #include <cstdint>
 #include <cstring>
 
+// Hand out the hidden states of some tokens, where those of a layer are wanted.
+static void keep_state(const SublayersCall& call, int layer, Share share) {
+    float* to = call.states[layer];
+    if (!to) return;
+    const int64_t begin = share.begin * int64_t(call.hidden);
+    memcpy(to + begin, call.x + begin, (share.end - share.begin) * int64_t(call.hidden) * 4);
+}
+
 class Sublayers {
   public:
     // memory: mixture_size() floats
@@ -25,6 +33,7 @@ class Sublayers {
         const Share share = thread.share(tokens); // whose norms and sums are this thread's
         for (int i = 0; i < call.num_sublayers; i++) {
             const Sublayer& w = call.sublayers[i];
+            if (call.states && w.begins >= 0) keep_state(call, w.begins, share);
             for (int64_t t = share.begin; t < share.end; t++) enter(w, t);
             thread.wait();
             float* y = w.to_side ? call.side : call.y;
