@@ -29,6 +29,7 @@ from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.hidden_states import FINAL
 from forethought.model.runner import ModelRunner
 from models import (
     ALL_RECURRENT,
@@ -391,16 +392,19 @@ def test_a_module_with_logits_of_its_own_is_called(monkeypatch: pytest.MonkeyPat
     assert step_logits(lm).abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h", "olmo_hybrid", "zamba2_shared"])
 def test_hidden_states_are_captured_between_layers(architecture: str) -> None:
-    lm, layer_ids, states = loaded(architecture), frozenset({0, 2, 3}), []
-    for network in (lm, part_by_part(lm)):
+    """In one call, by a module whose layers are, and part by part."""
+    lm, states = loaded(architecture), []
+    layer_ids = frozenset({0, 2, lm.num_layers, FINAL})
+    for network in (lm, layers_in_one_call(lm), part_by_part(lm)):
         texts = Texts(network, 1)
         batch = Batch.build([texts.row(0, prompts((11,))[0])])
         states.append(network.forward_with_hidden_states(batch, texts.runner.storage, layer_ids)[1])
     assert states[0].keys() == layer_ids
     for layer_id, state in states[0].items():
         assert torch.equal(state, states[1][layer_id])
+        assert torch.equal(state, states[2][layer_id])
 
 
 @pytest.mark.parametrize("is_rotated", [True, False])
@@ -426,6 +430,28 @@ def test_decoder_layers_with_rotations_of_their_own_are_called_part_by_part(
     assert isinstance(lm.network, TransformersNetwork)
     assert (lm.network.decoder is None) == is_rotated
     assert torch.equal(step_logits(lm), expected)
+
+
+def test_decoder_layers_of_which_attention_without_a_rotation_is_one_are_called_part_by_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+
+    kind = modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer
+    original = kind.__call__
+
+    def unrotated(layer: Any, *arguments: Any, **kwargs: Any) -> Any:
+        if layer.self_attn.layer_idx == 2:
+            kwargs["position_embeddings"] = None
+        return original(layer, *arguments, **kwargs)
+
+    types = ["linear_attention", "full_attention", "full_attention"]
+    save_random(AutoConfig.from_pretrained(tiny("olmo_hybrid"), layer_types=types), tmp_path)
+    monkeypatch.setattr(kind, "__call__", unrotated)
+    lm, torch_lm = (loader.load(tmp_path, dtype="float32", forward=way) for way in WAYS)
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.decoder is None
+    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=5e-4)
 
 
 def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
