@@ -915,12 +915,6 @@ MUTANTS = [
         "tests/engine/test_recurrent_drafts.py -k single_steps",
     ),
     Mutant(
-        "backends/cpu/cpp/chain_steps.h",
-        "for (int32_t r = 0; r < sequence.number; r++) known += steps.rows[r].num_known;",
-        "known += sequence.number;",
-        "tests/engine/test_continuous_recurrent.py -k prefill_beside",
-    ),
-    Mutant(
         "kv/recurrent.py",
         "self.resume(table, table.length)",
         "pass",

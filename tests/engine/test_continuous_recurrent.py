@@ -210,10 +210,11 @@ def test_samples_of_one_prompt_are_those_of_single_steps(
     assert calls
 
 
+@pytest.mark.parametrize("num_new", [5, 60])  # fewer than the others have left, and more
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("architecture", FEW)
 def test_a_prefill_beside_decodes_is_the_first_step_of_their_call(
-    architecture: str, params: SamplingParams, calls: list[int]
+    architecture: str, params: SamplingParams, num_new: int, calls: list[int]
 ) -> None:
     """As that of a probe, whose tokens go over the boundary of a run of the layers."""
     results = []
@@ -222,16 +223,17 @@ def test_a_prefill_beside_decodes_is_the_first_step_of_their_call(
         [chain] = machine.add(PROMPTS[3], params.replace(max_tokens=40), keep=True)
         machine.step(1)
         machine.step(1)
-        probe = machine.fork(chain, len(PROMPTS[3]) + 1)
-        machine.extend(probe, PROMPTS[4])
-        machine.resume(probe, params.replace(max_tokens=5))
+        probes = [machine.fork(chain, len(PROMPTS[3]) + 1) for _ in range(2)]
+        for probe, suffix in zip(probes, (PROMPTS[4], PROMPTS[1]), strict=True):
+            machine.extend(probe, suffix)
+            machine.resume(probe, params.replace(max_tokens=num_new))
         drain(machine)
-        results.append([facts(machine, sequence) for sequence in (chain, probe)])
-        machine.close(chain)
-        machine.close(probe)
+        results.append([facts(machine, sequence) for sequence in (chain, *probes)])
+        for sequence in (chain, *probes):
+            machine.close(sequence)
         expect_empty(machine)
     assert results[0] == results[1]
-    assert calls[0] == 5
+    assert calls[0] == min(num_new, 8)
 
 
 def test_rows_with_an_adapter_are_decoded_step_by_step(tmp_path: Path, calls: list[int]) -> None:

@@ -15,7 +15,11 @@ import torch
 from eagle_heads import new_directory, random_eagle, random_head
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu.module_steps import ModuleSteps
-from forethought.config.drafters import DraftTargetDecodingConfig, EagleDecodingConfig
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    NGramDecodingConfig,
+)
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
@@ -24,6 +28,7 @@ from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.speculative.step_runner import SingleSteps
 from generations import expect_same
 from models import bigram, greedy, prompts
 from recurrent_generations import kept_states, run, states_of
@@ -237,6 +242,31 @@ def test_a_small_pool_preempts_rows_with_drafts_and_changes_no_token(
     assert outputs(sequences) == expected
     assert machine.stats.preemptions > 0
     assert calls
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "zamba2"])
+def test_a_step_that_fails_in_the_midst_of_a_call_takes_no_step_before_it_back(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose states are the ones from which rows go on."""
+    config = NGramDecodingConfig(max_draft_len=3, max_matching_ngram_size=1)
+    lm = loaded(architecture, "float32", None)
+    machine = engine_over(lm, pages=400, max_num_tokens=200, speculative=[config])
+    machine.num_decode_steps = 8
+    draft, numbers = SingleSteps._draft, itertools.count()
+
+    def failing(steps: SingleSteps, rows: Any) -> float:
+        if next(numbers) % 4 == 3:
+            raise RuntimeError("these drafts fail")
+        return draft(steps, rows)
+
+    monkeypatch.setattr(SingleSteps, "_draft", failing)
+    sequences = [machine.add(prompt, GREEDY.replace(max_tokens=50))[0] for prompt in PROMPTS]
+    drain(machine)
+    assert outputs(sequences) == greedy(bigram(architecture), PROMPTS, 50)
+    assert next(numbers) > 8
+    assert machine.stats.failures == 0
     expect_empty(machine)
 
 
