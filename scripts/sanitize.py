@@ -34,6 +34,7 @@ TESTS = (
     "tests/backends/test_native_team.py",
     "tests/model/test_adapter.py",
     "tests/engine/test_adapters.py",
+    "tests/engine/test_recurrent_drafts.py",
     "tests/speculative/test_chain_steps.py",
     "tests/speculative/test_step_runner.py",
     "tests/speculative/test_medusa_head.py",

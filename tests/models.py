@@ -131,6 +131,14 @@ _DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8}
+_ZAMBA2 = {
+    "layers_block_type": ["mamba", "hybrid", "mamba"],
+    "head_dim": None,
+    "use_mem_rope": True,
+    "n_mamba_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_headdim": 16,
+}
 
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", _DELTA),
@@ -168,11 +176,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**_MOE, "layer_types": ["mamba", "attention", "mlp", "mamba"], "num_hidden_layers": 4}
         | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8},
     ),
-    "zamba2": (
-        "zamba2",
-        {"layers_block_type": ["mamba", "hybrid", "mamba"], "head_dim": None, "use_mem_rope": True}
-        | {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_headdim": 16},
-    ),
+    "zamba2": ("zamba2", _ZAMBA2),
     "jamba": (
         "jamba",
         {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "head_dim": None}
@@ -193,6 +197,29 @@ RECURRENT_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Families of ``RECURRENT`` with experts."""
+
+RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo_hybrid_unrotated": (
+        "olmo_hybrid",
+        {**RECURRENT["olmo_hybrid"][1], "rope_parameters": {"rope_theta": None}},
+    ),
+    "kimi_linear_latent_queries": (
+        "kimi_linear",
+        {**RECURRENT["kimi_linear"][1], "q_lora_rank": 12, "n_group": 2, "topk_group": 1},
+    ),
+    "zamba2_shared": (
+        "zamba2",
+        {**_ZAMBA2, "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"]}
+        | {"num_hidden_layers": 6, "num_mem_blocks": 2, "adapter_rank": 8}
+        | {"use_shared_attention_adapter": True, "num_key_value_heads": 4}
+        | {"tie_word_embeddings": True, "initializer_range": 0.15},
+    ),
+    "zamba2_unrotated": ("zamba2", {**_ZAMBA2, "use_mem_rope": False, "hidden_act": "silu"}),
+}
+"""Families of ``RECURRENT`` with other settings."""
+
+ALL_RECURRENT = [*RECURRENT, *RECURRENT_MIXTURES, *RECURRENT_VARIANTS]
+"""Names of all of them."""
 
 
 def save_with_vision(path: Path) -> None:
@@ -218,12 +245,14 @@ def tiny(
     """Directory of a saved tiny model with random float32 weights; made once per process.
 
     Args:
-        architecture: a key of ``ARCHITECTURES``, ``RECURRENT`` or ``RECURRENT_MIXTURES``.
+        architecture: a key of ``ARCHITECTURES``, ``RECURRENT``, ``RECURRENT_MIXTURES`` or
+            ``RECURRENT_VARIANTS``.
         seed: of the weights.
         kv_heads: None for the number that the architecture's entry says.
         vocab_size: the same.
     """
-    model_type, changes = {**ARCHITECTURES, **RECURRENT, **RECURRENT_MIXTURES}[architecture]
+    recurrent = {**RECURRENT, **RECURRENT_MIXTURES, **RECURRENT_VARIANTS}
+    model_type, changes = {**ARCHITECTURES, **recurrent}[architecture]
     if kv_heads is not None:
         changes = {**changes, "num_key_value_heads": kv_heads}
     if vocab_size is not None:
@@ -241,6 +270,8 @@ _GROUPS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 64,
     "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "adapter_rank": 32,
     "linear_head_dim": 32,
 }
 """Widths that groups of 4 bits divide."""
@@ -256,6 +287,28 @@ def tiny_in_groups(architecture: str) -> Path:
     grouped = path.with_name(f"{architecture}-groups")
     save_random(config, grouped)
     return grouped
+
+
+_SCALE = 40.0
+"""Of the embeddings of ``bigram``, beside what layers add to them."""
+
+
+@functools.cache
+def bigram(architecture: str) -> Path:
+    """As ``tiny``, but that layers add little to the embeddings: most tokens depend on the last one
+    alone, in the way of all models of this kind, so that one of them drafts well for another.
+    """
+    path = tiny(architecture).with_name(f"{architecture}-bigram")
+    module, like = (
+        AutoModelForCausalLM.from_pretrained(tiny(name)) for name in (architecture, "llama")
+    )
+    embeddings, head = like.get_input_embeddings().weight, like.get_output_embeddings().weight
+    module.get_input_embeddings().weight.data.copy_(_SCALE * embeddings)
+    module.get_output_embeddings().weight.data.copy_(head)
+    [norm] = [part for part in module.get_decoder().children() if "RMSNorm" in type(part).__name__]
+    norm.weight.data.fill_(1.0)
+    module.save_pretrained(path)
+    return path
 
 
 def new_module(architecture: str, **changes: Any) -> PreTrainedModel:

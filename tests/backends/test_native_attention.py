@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from forethought.backends.cpu import attention as cpu_attention
 from forethought.backends.cpu import library
 from forethought.backends.cpu.mixture import NativeMixture
+from forethought.backends.cpu.module_forward import ModuleForward
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.model import loader, transformers_module
@@ -27,18 +29,19 @@ from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.hidden_states import FINAL
 from forethought.model.runner import ModelRunner
-from models import RECURRENT, RECURRENT_MIXTURES, prompts, save_random, tiny, tiny_in_groups
+from models import (
+    ALL_RECURRENT,
+    RECURRENT,
+    RECURRENT_VARIANTS,
+    prompts,
+    save_random,
+    tiny,
+    tiny_in_groups,
+)
 from turns import by_turns
 
-IN_TORCH = {"olmo_hybrid", "kimi_linear"}
-"""Families of which torch computes queries, keys and values."""
-NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
-ONE_CALL = [
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
-    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba", "falcon_h1"),
-]
-"""Those of which C++ computes all that a decoder layer does."""
 WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
 TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
 
@@ -123,20 +126,49 @@ def beside_modules(lm: CausalLM, check: Callable[[Tensor, Tensor], None]) -> Ite
             part.forward = forward
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_VARIANTS])
 def test_attention_beside_native_recurrent_layers_runs_in_cpp(architecture: str) -> None:
     attention = attention_of(loaded(architecture))
     assert attention is not None
     num_layers = len(loaded(architecture).traits.layers)
-    assert attention.num_native == (num_layers if architecture in NATIVE else 0)
+    assert attention.num_native == num_layers
     assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
 
 
-def test_values_are_stored_as_wide_as_keys_where_cpp_attends_alone() -> None:
-    [native] = loaded("kimi_linear").layer_shapes
+def test_values_are_stored_as_wide_as_keys_where_cpp_attends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the forward is tried."""
+    tried, original = list[Any](), ModuleForward.of
+
+    def of(lm: CausalLM) -> ModuleForward | None:
+        tried.extend(lm.layer_shapes)
+        return original(lm)
+
+    monkeypatch.setattr(ModuleForward, "of", of)
+    [native] = load("kimi_linear").layer_shapes
     [plain] = load("kimi_linear", forward="torch").layer_shapes
     assert (plain.key_dim, plain.value_dim) == (12, 8)
     assert (native.key_dim, native.value_dim) == (12, 12)
+    assert tried == [native]
+
+
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "kimi_linear"])
+def test_of_a_layer_that_is_not_known_cpp_attends_with_queries_keys_and_values(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "describe", lambda *_: None)
+    lm = load(architecture)
+    attention = attention_of(lm)
+    assert attention is not None
+    assert (attention.num_native, attention.has_native) == (0, True)
+    assert lm.layer_shapes == loaded(architecture).layer_shapes
+    logits = step_logits(lm)
+    torch.testing.assert_close(logits, step_logits(loaded(architecture)), rtol=1e-4, atol=1e-3)
+    texts, [text] = Texts(lm, 1), prompts((20,))
+    pieces = [texts.runner.forward([texts.row(0, [token])]) for token in text]
+    whole = Texts(lm, 1)
+    assert torch.equal(torch.cat(pieces), whole.runner.forward([whole.row(0, text)]))
 
 
 KV_DTYPES = {None: 1e-4, torch.bfloat16: 2e-2, torch.int8: 2e-2}
@@ -144,7 +176,7 @@ KV_DTYPES = {None: 1e-4, torch.bfloat16: 2e-2, torch.int8: 2e-2}
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_VARIANTS])
 def test_a_layer_gives_what_its_module_does_over_pages(
     architecture: str, kv_dtype: torch.dtype | None
 ) -> None:
@@ -259,16 +291,12 @@ def test_linears_to_which_something_is_added_change_no_other_bit(architecture: s
             hook.remove()
 
 
-@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_MIXTURES])
-def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("architecture", ALL_RECURRENT)
+def test_a_decoder_is_one_call(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = loaded(architecture)
     assert isinstance(lm.network, TransformersNetwork)
     decoder = lm.network.decoder
-    assert (decoder is not None) == (architecture in ONE_CALL)
-    if decoder is None:
-        return
+    assert decoder is not None
     calls, original = list[range](), decoder.native.compute
 
     def compute(layers: range, *arguments: Any) -> Tensor:
@@ -283,6 +311,25 @@ def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_weights_that_layers_share_are_packed_once(
+    quantization: loader.Quantization | None,
+) -> None:
+    """Zamba2's, whose layers use two blocks in turns, each with products of low rank of its own."""
+    lm = load("zamba2_shared", quantization=quantization)
+    assert isinstance(lm.network, TransformersNetwork)
+    layers = lm.network.module.get_decoder().layers
+    blocks = [layer.shared_transformer for layer in layers if hasattr(layer, "linear")]
+    first, other, again, _ = (
+        {name: part.packed for name, part in block.named_modules() if hasattr(part, "packed")}
+        for block in blocks
+    )
+    assert len(first) == 4 + 2 + 2 * 2 * 4  # of two uses each
+    assert first.keys() == again.keys()
+    assert all(again[name] is packed for name, packed in first.items())
+    assert not {*map(id, first.values())} & {*map(id, other.values())}
+
+
 def save_scaled(directory: Path) -> Path:
     """A model with factors of embeddings and logits, and a tied output projection."""
     factors = {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22}
@@ -295,7 +342,7 @@ def save_scaled(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "dtype", "quantization"),
     by_turns(
-        [*ONE_CALL, "scaled granite"],
+        [*ALL_RECURRENT, "scaled granite"],
         ["float32", "bfloat16"],
         [None, "w8a8", "int8", "int4"],
     ),
@@ -345,23 +392,28 @@ def test_a_module_with_logits_of_its_own_is_called(monkeypatch: pytest.MonkeyPat
     assert step_logits(lm).abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h", "olmo_hybrid", "zamba2_shared"])
 def test_hidden_states_are_captured_between_layers(architecture: str) -> None:
-    lm, layer_ids, states = loaded(architecture), frozenset({0, 2, 3}), []
-    for network in (lm, part_by_part(lm)):
+    """In one call, by a module whose layers are, and part by part."""
+    lm, states = loaded(architecture), []
+    layer_ids = frozenset({0, 2, lm.num_layers, FINAL})
+    for network in (lm, layers_in_one_call(lm), part_by_part(lm)):
         texts = Texts(network, 1)
         batch = Batch.build([texts.row(0, prompts((11,))[0])])
         states.append(network.forward_with_hidden_states(batch, texts.runner.storage, layer_ids)[1])
     assert states[0].keys() == layer_ids
     for layer_id, state in states[0].items():
         assert torch.equal(state, states[1][layer_id])
+        assert torch.equal(state, states[2][layer_id])
 
 
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_decoder_layers_with_rotations_of_their_own_are_called_part_by_part(
     is_rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here those of recurrent layers, which read none: logits stay as they are."""
+    """Here those of recurrent layers, which read none: logits stay as they are. Where these get
+    none, the rotation of the others is that of all.
+    """
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
     original = Qwen3_5DecoderLayer.__call__
@@ -376,8 +428,30 @@ def test_decoder_layers_with_rotations_of_their_own_are_called_part_by_part(
     monkeypatch.setattr(Qwen3_5DecoderLayer, "__call__", with_other_rotation)
     lm = load("qwen3_5")
     assert isinstance(lm.network, TransformersNetwork)
-    assert lm.network.decoder is None
+    assert (lm.network.decoder is None) == is_rotated
     assert torch.equal(step_logits(lm), expected)
+
+
+def test_decoder_layers_of_which_attention_without_a_rotation_is_one_are_called_part_by_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+
+    kind = modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer
+    original = kind.__call__
+
+    def unrotated(layer: Any, *arguments: Any, **kwargs: Any) -> Any:
+        if layer.self_attn.layer_idx == 2:
+            kwargs["position_embeddings"] = None
+        return original(layer, *arguments, **kwargs)
+
+    types = ["linear_attention", "full_attention", "full_attention"]
+    save_random(AutoConfig.from_pretrained(tiny("olmo_hybrid"), layer_types=types), tmp_path)
+    monkeypatch.setattr(kind, "__call__", unrotated)
+    lm, torch_lm = (loader.load(tmp_path, dtype="float32", forward=way) for way in WAYS)
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.decoder is None
+    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=5e-4)
 
 
 def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(

@@ -32,8 +32,8 @@ from forethought.model.quantized_experts import QuantizedExperts
 from forethought.model.recurrent_layers import RecurrentLayers, find_recurrent_layers
 from forethought.model.runner import ModelRunner
 from models import (
+    ALL_RECURRENT,
     RECURRENT,
-    RECURRENT_MIXTURES,
     VOCAB,
     greedy,
     new_module,
@@ -109,7 +109,7 @@ def test_logits_of_batches_and_trees_are_those_of_the_modules(architecture: str)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_MIXTURES])
+@pytest.mark.parametrize("architecture", ALL_RECURRENT)
 def test_rounded_weights_are_multiplied_in_cpp_and_give_the_logits_of_torch(
     architecture: str, quantization: loader.Quantization
 ) -> None:

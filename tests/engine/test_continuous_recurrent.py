@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,17 @@ from engines import GREEDY, drain, engine_over, expect_empty, load_poisoned, out
 from forethought.backends.cpu.module_steps import ModuleSteps
 from forethought.config.sampling import SamplingParams
 from forethought.engine.engine import Engine
-from forethought.engine.sequence import Sequence
 from forethought.errors import LogitsError
 from forethought.kv.pool import PagePool
-from forethought.kv.recurrent import NUM_DECODED, RecurrentStates, RecurrentStorage
+from forethought.kv.recurrent import NUM_DECODED, RecurrentStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.adapter import read_adapter
-from forethought.model.causal_lm import CausalLM
-from models import greedy, prompts, tiny
+from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from models import ALL_RECURRENT, greedy, prompts, tiny
+from recurrent_generations import facts, run, states_of
 from turns import by_turns
 
-ONE_CALL = [
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"),
-    *("granite_hybrid_moe", "lfm2_moe", "nemotron_h_moe", "jamba", "falcon_h1"),
-]
-"""Families whose steps are one call; those of the others are made one by one."""
 FEW = ["qwen3_5", "bamba", "lfm2"]
 PROMPTS = prompts((3, 17, 9, 30, 70))
 SAMPLED = GREEDY.replace(temperature=0.9, seed=5)
@@ -69,55 +65,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def states_of(machine: Engine) -> RecurrentStates:
-    storage = machine.runner.storage
-    assert isinstance(storage, RecurrentStorage)
-    return storage.states
-
-
-def kept_states(machine: Engine, sequence: Sequence) -> dict[int, Any]:
-    """The states that a sequence may go on from, by its length then."""
-    states, slots = states_of(machine), sequence.table.slots(0, sequence.num_computed)
-    return {
-        length: [
-            {kind: tensor.tolist() for kind, tensor in layer.items()}
-            for layer in states._by_slot[slot]
-        ]
-        for length, slot in enumerate(slots, 1)
-        if slot in states
-    }
-
-
-def facts(machine: Engine, sequence: Sequence) -> dict[str, Any]:
-    """What holds of a generation, however many steps were made at once."""
-    stored = sequence.table.slots(0, sequence.num_computed)
-    return {
-        "tokens": sequence.tokens,
-        "computed": (sequence.num_computed, sequence.num_ever_computed),
-        "keys": [layer[stored].tolist() for layer in machine.runner.storage.keys],
-        "states": kept_states(machine, sequence),
-        "end": (sequence.finish_reason, sequence.stop_reason),
-        "usage": sequence.usage,
-        "metrics": sequence.metrics,
-    }
-
-
-def run(machine: Engine, each: list[SamplingParams]) -> list[dict[str, Any]]:
-    """The facts and scores of a kept sequence for each of the prompts, of which all are closed."""
-    sequences = [
-        machine.add(prompt, params, keep=True)[0]
-        for prompt, params in zip(PROMPTS, each, strict=False)
-    ]
-    scores: dict[int, list[Any]] = {sequence.id: [] for sequence in sequences}
-    for event in drain(machine):
-        scores[event.sequence.id] += event.logprobs or [None] * len(event.tokens)
-    found = [facts(machine, each) | {"scores": scores[each.id]} for each in sequences]
-    for sequence in sequences:
-        machine.close(sequence)
-    expect_empty(machine)
-    return found
-
-
 def mixed(architecture: str) -> list[SamplingParams]:
     """Greedy and sampled, with scores, penalties, and ends at different times."""
     [text] = greedy(tiny(architecture), PROMPTS[:1], 12)
@@ -130,7 +77,7 @@ def mixed(architecture: str) -> list[SamplingParams]:
     ]
 
 
-KINDS = by_turns(ONE_CALL, ["float32", "bfloat16"], [None, "w8a8", "int8"])
+KINDS = by_turns(ALL_RECURRENT, ["float32", "bfloat16"], [None, "w8a8", "int8"])
 
 
 @pytest.mark.parametrize(
@@ -146,20 +93,25 @@ def test_tokens_scores_keys_and_states_are_those_of_single_steps(
     calls: list[int],
 ) -> None:
     kind = architecture, dtype, quantization
-    expected = run(made(1, *kind), mixed(architecture))
+    expected = run(made(1, *kind), PROMPTS, mixed(architecture))
     assert not calls
-    assert run(made(num_steps, *kind), mixed(architecture)) == expected
+    assert run(made(num_steps, *kind), PROMPTS, mixed(architecture)) == expected
     assert max(calls) <= num_steps
     assert sum(calls) > 80
     assert any(len(each["states"]) > NUM_DECODED for each in expected)  # with those of pages
 
 
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "zamba2", "kimi_linear"])
-def test_steps_that_are_made_one_by_one_in_a_call_leave_the_same(
-    architecture: str, calls: list[int]
-) -> None:
-    expected = run(made(1, architecture), mixed(architecture))
-    assert run(made(8, architecture), mixed(architecture)) == expected
+def test_steps_that_are_made_one_by_one_in_a_call_leave_the_same(calls: list[int]) -> None:
+    """Of a module that is not one call."""
+    lm = loaded("zamba2", "float32", None)
+    assert isinstance(lm.network, TransformersNetwork)
+    parts = CausalLM(replace(lm.network, whole=None), lm.backend, lm.traits)
+    results = []
+    for num_steps in (1, 8):
+        machine = engine_over(parts, pages=400, max_num_tokens=60)
+        machine.num_decode_steps = num_steps
+        results.append(run(machine, PROMPTS, mixed("zamba2")))
+    assert results[0] == results[1]
     assert not calls
 
 
@@ -258,10 +210,11 @@ def test_samples_of_one_prompt_are_those_of_single_steps(
     assert calls
 
 
+@pytest.mark.parametrize("num_new", [5, 60])  # fewer than the others have left, and more
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("architecture", FEW)
 def test_a_prefill_beside_decodes_is_the_first_step_of_their_call(
-    architecture: str, params: SamplingParams, calls: list[int]
+    architecture: str, params: SamplingParams, num_new: int, calls: list[int]
 ) -> None:
     """As that of a probe, whose tokens go over the boundary of a run of the layers."""
     results = []
@@ -270,16 +223,17 @@ def test_a_prefill_beside_decodes_is_the_first_step_of_their_call(
         [chain] = machine.add(PROMPTS[3], params.replace(max_tokens=40), keep=True)
         machine.step(1)
         machine.step(1)
-        probe = machine.fork(chain, len(PROMPTS[3]) + 1)
-        machine.extend(probe, PROMPTS[4])
-        machine.resume(probe, params.replace(max_tokens=5))
+        probes = [machine.fork(chain, len(PROMPTS[3]) + 1) for _ in range(2)]
+        for probe, suffix in zip(probes, (PROMPTS[4], PROMPTS[1]), strict=True):
+            machine.extend(probe, suffix)
+            machine.resume(probe, params.replace(max_tokens=num_new))
         drain(machine)
-        results.append([facts(machine, sequence) for sequence in (chain, probe)])
-        machine.close(chain)
-        machine.close(probe)
+        results.append([facts(machine, sequence) for sequence in (chain, *probes)])
+        for sequence in (chain, *probes):
+            machine.close(sequence)
         expect_empty(machine)
     assert results[0] == results[1]
-    assert calls[0] == 5
+    assert calls[0] == min(num_new, 8)
 
 
 def test_rows_with_an_adapter_are_decoded_step_by_step(tmp_path: Path, calls: list[int]) -> None:
@@ -329,7 +283,7 @@ def storage_and_table(length: int) -> tuple[RecurrentStorage, PageTable, Callabl
 def test_states_that_are_left_share_no_memory_with_one_that_is_not_kept() -> None:
     """The logits of one more step may be not finite: it has written a state, and gives no token."""
     storage, table, new_state = storage_and_table(200)
-    decoded = storage.new_decoded(table, 40, 200, new_state)
+    decoded = storage.new_decoded(table, range(40, 200), new_state, 0)
     for stop in range(1, 160):
         left = decoded.states[max(0, stop - NUM_DECODED) : stop]
         memory = {id(state) for state in (*left, decoded.states[stop])}
@@ -342,8 +296,8 @@ def test_states_of_tokens_that_were_at_the_slots_before_are_dropped() -> None:
     storage.states.max_states = 1000
     for slot in table.slots(10, 60):
         storage.states.put(slot, new_state())
-    decoded = storage.new_decoded(table, 20, 50, new_state)
-    storage.keep_decoded([decoded], [30])
+    decoded = storage.new_decoded(table, range(20, 50), new_state, 0)
+    storage.keep_decoded([decoded], [[0, *[1] * 30]])
     left = [length for length in range(1, 61) if table.slot(length - 1) in storage.states]
     assert left == [48, 49, 50, *range(51, 61)]
     assert storage.states.get(table.slot(49)) is decoded.states[29]

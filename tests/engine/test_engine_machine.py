@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,7 +20,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drafters import PerRequest
-from engines import GREEDY, engine, expect_empty
+from engines import GREEDY, engine_over, expect_empty
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
@@ -28,30 +29,37 @@ from forethought.config.drafters import (
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.sequence import Sequence, Status
 from forethought.errors import CapacityError
+from forethought.model import loader
+from forethought.model.causal_lm import CausalLM
 from forethought.speculative.drafter import Draft, DraftRequest
-from models import prompts, tiny, transformers_model
+from models import bigram, prompts, tiny, transformers_model
 
 TOKEN = st.integers(3, 20)
 FEW = st.lists(TOKEN, min_size=1, max_size=5)
 
 
 @functools.cache
-def successors(tokens: tuple[int, ...], architecture: str = "llama") -> list[int]:
+def loaded(path: Path) -> CausalLM:
+    return loader.load(path, dtype="float32", device="cpu", forward="auto")
+
+
+@functools.cache
+def successors(tokens: tuple[int, ...], path: Path) -> list[int]:
     """The greedy next token after each prefix, according to transformers, without any cache."""
     with torch.inference_mode():
-        logits = transformers_model(tiny(architecture))(torch.tensor([tokens])).logits
+        logits = transformers_model(path)(torch.tensor([tokens])).logits
     best: list[int] = logits[0].argmax(-1).tolist()
     return best
 
 
-def sometimes_right(architecture: str, request: DraftRequest) -> Draft:
+def sometimes_right(path: Path, request: DraftRequest) -> Draft:
     """A tree of two branches, one of which follows the truth for a while."""
     tokens, parents, known = list[int](), list[int](), list(request.tokens)
     truthful = -1
     for depth in range(request.max_draft_len):
         if len(tokens) + 2 > request.max_nodes:
             break
-        right = successors(tuple(known), architecture)[-1]
+        right = successors(tuple(known), path)[-1]
         chance = (7 * len(known) + depth) % 4
         begin = len(tokens)
         tokens += [right if chance else 3, 4]
@@ -61,11 +69,11 @@ def sometimes_right(architecture: str, request: DraftRequest) -> Draft:
     return Draft(tokens, tuple(parents))
 
 
-def drafting(name: str, architecture: str) -> list[DecodingBaseConfig]:
-    bush = PerRequest(functools.partial(sometimes_right, architecture))
+def drafting(name: str, path: Path, draft_path: Path) -> list[DecodingBaseConfig]:
+    bush = PerRequest(functools.partial(sometimes_right, path))
     bush.nodes = lambda depth: 2 * depth  # type: ignore[method-assign]
-    model = {"speculative_model": tiny("llama"), "max_draft_len": 3}
-    trees = {"speculative_model": tiny("llama"), "draft_choices": [[0], [1], [0, 0], [1, 0]]}
+    model = {"speculative_model": draft_path, "max_draft_len": 3}
+    trees = {"speculative_model": draft_path, "draft_choices": [[0], [1], [0, 0], [1, 0]]}
     configs: dict[str, list[DecodingBaseConfig]] = {
         "none": [],
         "bush": [
@@ -82,6 +90,8 @@ class EngineMachine(RuleBasedStateMachine):
     """Drives an engine; remembers what each sequence was given, and checks what it drew."""
 
     architecture = "llama"
+    model = staticmethod(tiny)
+    """Gives the directories of the target and the draft model."""
 
     @initialize(
         page_size=st.sampled_from([1, 3, 4]),
@@ -102,15 +112,16 @@ class EngineMachine(RuleBasedStateMachine):
         num_decode_steps: int,
         drafter: str,
     ) -> None:
-        self.engine = engine(
-            self.architecture,
+        self.path = self.model(self.architecture)
+        self.engine = engine_over(
+            loaded(self.path),
             page_size=page_size,
             pages=tokens // page_size,
             max_num_tokens=budget,
             max_batch_size=batch,
             max_length=40,
             reuse=reuse,
-            speculative=drafting(drafter, self.architecture),
+            speculative=drafting(drafter, self.path, self.model("llama")),
         )
         self.engine.num_decode_steps = num_decode_steps
         self.most_rows, self.stumbles, self.has_stumbled = 99, False, False
@@ -220,7 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in self.sequences:
             known = max(self.checked.get(sequence.id, 0), sequence.prompt_length)
             if known < len(sequence.tokens):
-                best = successors(tuple(sequence.tokens[:-1]), self.architecture)
+                best = successors(tuple(sequence.tokens[:-1]), self.path)
                 assert sequence.tokens[known:] == best[known - 1 :]
             self.checked[sequence.id] = len(sequence.tokens)
         self.sequences = [one for one in self.sequences if one.status is not Status.CLOSED]
@@ -254,6 +265,27 @@ class Mamba2Machine(EngineMachine):
     architecture = "bamba"
 
 
+class OutputNormMachine(EngineMachine):
+    """Layers that norm what attention gives; two thousand calls, as those of the next two."""
+
+    architecture = "olmo_hybrid"
+
+
+class LatentKeysMachine(EngineMachine):
+    architecture = "kimi_linear"
+
+
+class SharedBlocksMachine(EngineMachine):
+    architecture = "zamba2_shared"
+
+
+class AcceptedDraftsMachine(SharedBlocksMachine):
+    """With a draft model that is often right."""
+
+    architecture = "zamba2"
+    model = staticmethod(bigram)
+
+
 class LongGatedDeltaMachine(GatedDeltaMachine):
     """Ten thousand calls, as those of the next class."""
 
@@ -267,8 +299,19 @@ LONG = settings(SETTINGS, max_examples=400)
 EngineMachine.TestCase.settings = SETTINGS
 GatedDeltaMachine.TestCase.settings = Mamba2Machine.TestCase.settings = SETTINGS
 LongGatedDeltaMachine.TestCase.settings = LongMamba2Machine.TestCase.settings = LONG
+for machine in (
+    OutputNormMachine,
+    LatentKeysMachine,
+    SharedBlocksMachine,
+    AcceptedDraftsMachine,
+):
+    machine.TestCase.settings = settings(SETTINGS, max_examples=80)
 TestEngineMachine = EngineMachine.TestCase
 TestGatedDeltaMachine = GatedDeltaMachine.TestCase
 TestMamba2Machine = Mamba2Machine.TestCase
 TestLongGatedDeltaMachine = pytest.mark.slow(LongGatedDeltaMachine.TestCase)
 TestLongMamba2Machine = pytest.mark.slow(LongMamba2Machine.TestCase)
+TestOutputNormMachine = pytest.mark.slow(OutputNormMachine.TestCase)
+TestLatentKeysMachine = pytest.mark.slow(LatentKeysMachine.TestCase)
+TestAcceptedDraftsMachine = AcceptedDraftsMachine.TestCase
+TestSharedBlocksMachine = pytest.mark.slow(SharedBlocksMachine.TestCase)

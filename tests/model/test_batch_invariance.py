@@ -28,8 +28,7 @@ from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
 from models import (
-    RECURRENT,
-    RECURRENT_MIXTURES,
+    ALL_RECURRENT,
     new_module,
     prompts,
     save_random,
@@ -38,7 +37,6 @@ from models import (
 )
 from turns import by_turns
 
-ALL = [*RECURRENT, *RECURRENT_MIXTURES]
 [TEXT] = prompts((60,), seed=5)
 OTHERS = prompts((37, 5, 61, 8, 23), seed=9)
 STEPS = (20, 13, 1, 1, 1, 4, 1, 1, 18)
@@ -104,7 +102,7 @@ def check_invariance(lm: CausalLM) -> None:
     assert torch.equal(beside_others(lm), expected)
 
 
-@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("architecture", ALL_RECURRENT)
 def test_a_token_has_the_same_logits_to_the_last_bit_in_every_batch(architecture: str) -> None:
     check_invariance(loader.load(tiny(architecture), dtype="float32", forward="auto"))
 
@@ -117,7 +115,7 @@ QUICK = {
 }
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for architecture in ALL
+    for architecture in ALL_RECURRENT
     for case in (
         (architecture, "float32", "w8a8"),
         (architecture, "float32", "int8"),

@@ -39,7 +39,15 @@ from forethought.model import loader
 from forethought.model.adapter import read_adapter
 from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
-from models import RECURRENT, greedy, prompts, save_with_vision, tiny, transformers_model
+from models import (
+    RECURRENT,
+    RECURRENT_VARIANTS,
+    greedy,
+    prompts,
+    save_with_vision,
+    tiny,
+    transformers_model,
+)
 from redrafter_heads import random_head as redrafter_head
 from turns import by_turns
 
@@ -66,7 +74,7 @@ def generated(machine: Engine, **changes: object) -> list[list[int]]:
     return outputs(sequences)
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_VARIANTS])
 def test_requests_that_come_and_go_generate_what_transformers_does(architecture: str) -> None:
     """Prompts are cut into chunks that end anywhere, beside decodes."""
     machine = engine(architecture, pages=80, max_num_tokens=23)
@@ -136,10 +144,17 @@ DRAFTERS: dict[str, Callable[[str], list[DecodingBaseConfig]]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "bamba"])
+WITH_DRAFTERS = [
+    *("qwen3_5", "bamba"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo_hybrid", "kimi_linear")),
+    pytest.param("zamba2_shared", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("architecture", WITH_DRAFTERS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_gives_the_tokens_of_plain_decoding(name: str, architecture: str) -> None:
-    if name == "mtp" and architecture == "bamba":
+    if name == "mtp" and architecture != "qwen3_5":
         pytest.skip("modules of the layout of Qwen3.5")
     machine = engine(architecture, pages=120, speculative=DRAFTERS[name](architecture))
     assert generated(machine) == greedy(tiny(architecture), PROMPTS, NEW)
@@ -229,12 +244,13 @@ def test_of_a_model_that_also_sees_images_the_language_part_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_5", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "jamba"]
+    "architecture", ["qwen3_5", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "jamba", "zamba2"]
 )
 def test_an_adapter_adds_to_linears_of_recurrent_layers(architecture: str, tmp_path: Path) -> None:
     """Of the tokens that have it, in a batch with others, drafts among them."""
     targets = ("q_proj", "in_proj", "in_proj_qkv", "in_proj_b", "out_proj", "x_proj", "b_proj")
     targets = (*targets, "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj", "o_proj")
+    targets = (*targets, "kv_a_proj_with_mqa", "kv_b_proj", "gate_up_proj")
     matrices = adapters.random_tensors(tiny(architecture), targets)
     adapters.save(tmp_path / "one", matrices)
     adapters.merged(tiny(architecture), matrices).save_pretrained(tmp_path / "merged")

@@ -124,11 +124,20 @@ class DecodedStates(NamedTuple):
         stop: int,
         new_state: Callable[[], PackedState],
         checkpoint_tokens: int,
+        draft_len: int = 0,
     ) -> Self:
-        """Of tokens at positions ``[start, stop)``. ``new_state`` makes one, with any floats;
-        ``checkpoint_tokens`` is that of the storage.
+        """Of tokens at positions ``[start, stop)``.
+
+        Args:
+            table: of the row.
+            start, stop: see above.
+            new_state: makes one, with any floats.
+            checkpoint_tokens: that of the storage.
+            draft_len: tokens that a step drafts at most. It leaves as many more states, and one
+                more step writes as many more.
         """
-        latest = itertools.cycle([new_state() for _ in range(min(NUM_DECODED + 1, stop - start))])
+        num_latest = min(NUM_DECODED + 1 + 2 * draft_len, stop - start)
+        latest = itertools.cycle([new_state() for _ in range(num_latest)])
         lengths = range(start + 1, stop + 1)
         states = [new_state() if n % checkpoint_tokens == 0 else next(latest) for n in lengths]
         return cls(table, start, states)
@@ -267,23 +276,35 @@ class RecurrentStorage(KvStorage):
             )
 
     def new_decoded(
-        self, table: ReadableTable, start: int, stop: int, new_state: Callable[[], PackedState]
+        self,
+        table: ReadableTable,
+        positions: range,
+        new_state: Callable[[], PackedState],
+        draft_len: int,
     ) -> DecodedStates:
-        """Where the states after the tokens at positions ``[start, stop)`` of a row are written."""
-        return DecodedStates.of(table, start, stop, new_state, self.checkpoint_tokens)
+        """Where the states after tokens of a row are written; arguments as of ``DecodedStates``."""
+        start, stop = positions.start, positions.stop
+        return DecodedStates.of(table, start, stop, new_state, self.checkpoint_tokens, draft_len)
 
-    def keep_decoded(self, rows: Sequence[DecodedStates], counts: Sequence[int]) -> None:
-        """Keep the states after the first tokens of rows, ``counts`` of each, as steps that decode
-        one token of each would have kept them. All rows that run are among them.
+    def keep_decoded(self, rows: Sequence[DecodedStates], counts: Sequence[Sequence[int]]) -> None:
+        """Keep the states that steps have left: by row, how many tokens each of its steps has
+        stored, the first of which stored tokens before ``DecodedStates.start``, too. All rows that
+        run are among them.
         """
-        for step in range(max(counts, default=0)):
-            going = [row for row, count in zip(rows, counts, strict=True) if step < count]
-            self.limit_states(row.table.prefix(row.start + step) for row in going)
-            for row in going:
-                self.resume(row.table, row.start + step)
-                self.states.get(row.table.slot(row.start + step - 1))
-            for row in going:
-                self.states.put(row.table.slot(row.start + step), row.states[step])
+        lengths = [row.start for row in rows]
+        for step in range(max(map(len, counts), default=0)):
+            going = [index for index, stored in enumerate(counts) if step < len(stored)]
+            before = [rows[index].table.prefix(lengths[index]) for index in going]
+            if step:
+                self.limit_states(before)
+            for table in before if step else ():
+                self.resume(table, table.length)
+                self.states.get(table.slot(table.length - 1))
+            for index in going:
+                row, count = rows[index], counts[index][step]
+                for position in range(lengths[index], lengths[index] + count):
+                    self.states.put(row.table.slot(position), row.states[position - row.start])
+                lengths[index] += count
             self.forget()
 
     def _stored(self, table: ReadableTable, length: int) -> Iterator[int]:

@@ -55,7 +55,7 @@ class AttentionLayers:
     Attributes:
         native: the layers in C++.
         num_native: how many of them agree with their modules, and are used.
-        profiles: of the layers, whose values are as wide as their keys where C++ attends alone.
+        profiles: of the layers, whose values are as wide as their keys where C++ attends.
         batch_call: the batch that is computed, as ``native`` reads it; None: none is.
     """
 
@@ -85,7 +85,7 @@ class AttentionLayers:
             part.forward = self._forward_of(index) if index in self._agreed else forward
         self.num_native = len(self._agreed)
         self.profiles = tuple(
-            profile if index in self._cores else profiles[index]
+            profile if index in self._cores | self._agreed else profiles[index]
             for index, profile in enumerate(self.profiles)
         )
         self._attend = self._attend_by_core

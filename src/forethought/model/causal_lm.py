@@ -111,7 +111,7 @@ class TransformersNetwork(Network):
     @torch.inference_mode()
     @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
-        if self.is_one_call(batch, forward_pass):
+        if self.is_one_call(batch):
             return self._in_one_call(batch, forward_pass)
         decoder = self.module.get_decoder()
         with (
@@ -181,11 +181,9 @@ class TransformersNetwork(Network):
         assert isinstance(forward_pass.storage, RecurrentStorage)
         return self.recurrent.over(batch, forward_pass.storage)
 
-    def is_one_call(self, batch: Batch, forward_pass: ForwardPass) -> bool:
-        """Whether ``whole`` computes a batch: nothing is added to its linears, and no hidden states
-        are captured.
-        """
-        if self.whole is None or forward_pass.layer_ids or batch.adapters is not None:
+    def is_one_call(self, batch: Batch) -> bool:
+        """Whether ``whole`` computes a batch: nothing is added to its linears."""
+        if self.whole is None or batch.adapters is not None:
             return False
         return not self.whole.are_hooked()
 

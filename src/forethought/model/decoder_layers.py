@@ -8,6 +8,7 @@ in float32 that gives the same bits.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from forethought.model.attention_layers import AttentionLayers
 from forethought.model.recurrent_layers import RecurrentLayers
 
 _Forward = Callable[..., Any]
+_ROTATION, _EMBEDDINGS = "position_embeddings", "original_hidden_states"
+"""Arguments of layers."""
 
 
 class DecoderLayers:
@@ -53,10 +56,13 @@ class DecoderLayers:
         self._forwards: list[_Forward] = [layer.forward for layer in layers]
         self._num_outputs = [0] * len(layers)
         """Length of the tuple that a layer returns, hidden states first; 0: it returns a tensor."""
+        self._embeddings_at = [_position(layer, _EMBEDDINGS) for layer in layers]
         self._ends: list[int] | None = None
         """By layer, the end of a call that begins there; None: parts are called one by one."""
         self._end = 0
         """The layer after those of the last call."""
+        self._rotation: Any = None
+        """Of the tokens of the batch, as ``rotary`` gave it or a layer got it."""
 
     @classmethod
     def of(
@@ -64,16 +70,25 @@ class DecoderLayers:
         layers: Sequence[nn.Module],
         recurrent: RecurrentLayers,
         attention: AttentionLayers,
+        rotary: nn.Module | None,
         try_forward: Callable[[], object],
     ) -> DecoderLayers | None:
         """Those of a module; None: a layer has other parts, or does not agree with its module in
         ``try_forward``, a forward over a few tokens.
+
+        Args:
+            layers, recurrent, attention: as above.
+            rotary: what gives the rotation of a batch before the layers; None: nothing does.
+            try_forward: see above.
         """
         native = backends.cpu().sublayers(layers, attention.native, recurrent.native)
         if native is None:
             return None
         decoder = cls(layers, recurrent, attention, native)
+        hook = None if rotary is None else rotary.register_forward_hook(decoder._keep_rotation)
         if not decoder._agrees(try_forward):
+            if hook is not None:
+                hook.remove()
             return None
         for index, layer in enumerate(layers):
             layer.forward = decoder._forward_of(index)
@@ -82,7 +97,7 @@ class DecoderLayers:
     @contextmanager
     def over(self, forward_pass: ForwardPass) -> Iterator[None]:
         """While a batch is computed."""
-        self._end, self._ends = 0, None
+        self._end, self._ends, self._rotation = 0, None, None
         if not self.native.are_hooked():
             size = len(self._layers)
             begins = sorted({0, *forward_pass.layer_ids & set(range(size))})
@@ -97,7 +112,7 @@ class DecoderLayers:
         """Whether each layer computes what its module does, and reads the output of the one before
         it and the rotation of the first one.
         """
-        agreements, outputs, rotations = list[bool](), list[Tensor](), list[Any]()
+        agreements, outputs, rotations = list[bool](), list[Tensor](), dict[int, Any]()
 
         def trial_of(index: int, forward: _Forward) -> _Forward:
             def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +120,9 @@ class DecoderLayers:
                 is_tensor = isinstance(output, Tensor)
                 self._num_outputs[index] = 0 if is_tensor else len(output)
                 y = output if is_tensor else output[0]
-                arguments = self._arguments(kwargs)
-                rotations.append(arguments[-1])
+                arguments = self._arguments(index, args, kwargs)
+                rotations[index] = kwargs.get(_ROTATION)
                 follows = not outputs or hidden_states is outputs[-1]
-                follows &= rotations[0] is rotations[-1]
                 agreed = self.native.agrees(index, hidden_states, y, *arguments)
                 if not agreed and y.dtype != torch.float32:
                     x = hidden_states.float()
@@ -127,8 +141,23 @@ class DecoderLayers:
         finally:
             for layer, forward in zip(self._layers, self._forwards, strict=True):
                 layer.forward = forward
-        self.rotation = rotations[0] if rotations else None
-        return len(agreements) == len(self._layers) and all(agreements)
+        agreed = len(agreements) == len(self._layers) and all(agreements)
+        return agreed and self._share_rotation(rotations)
+
+    def _share_rotation(self, rotations: dict[int, Any]) -> bool:
+        """Whether one rotation is that of all layers, of which those without attention may get
+        none, and known before the first one.
+        """
+        self.rotation = next(filter(None, rotations.values()), None)
+        if rotations[0] is not self.rotation and self._rotation is not self.rotation:
+            return False
+        return all(
+            rotation is self.rotation or (rotation is None and not self.native.has_attention(index))
+            for index, rotation in rotations.items()
+        )
+
+    def _keep_rotation(self, rotary: nn.Module, args: Any, output: Any) -> None:
+        self._rotation = output
 
     def _forward_of(self, index: int) -> _Forward:
         def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -137,15 +166,25 @@ class DecoderLayers:
             if index >= self._end:
                 self._end = self._ends[index]
                 layers = range(index, self._end)
-                hidden_states = self.native.compute(layers, hidden_states, *self._arguments(kwargs))
+                arguments = self._arguments(index, args, kwargs)
+                hidden_states = self.native.compute(layers, hidden_states, *arguments)
             count = self._num_outputs[index]
             return (hidden_states, *[None] * (count - 1)) if count else hidden_states
 
         return compute
 
-    def _arguments(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        rotation = kwargs.get("position_embeddings")
-        return self._attention.batch_call, self._recurrent.token_table, rotation
+    def _arguments(
+        self, index: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """What ``native`` reads beside hidden states; ``args`` are those after these."""
+        rotation = kwargs.get(_ROTATION)
+        rotation = self._rotation if rotation is None else rotation
+        at = self._embeddings_at[index]
+        embeddings = kwargs.get(_EMBEDDINGS)
+        if at is not None and at < len(args):
+            embeddings = args[at]
+        batch, tokens = self._attention.batch_call, self._recurrent.token_table
+        return batch, tokens, rotation, embeddings
 
 
 def _unrounded(forward: _Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -158,3 +197,9 @@ def _unrounded(forward: _Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
         return None
     y: Tensor = output if isinstance(output, Tensor) else output[0]
     return y
+
+
+def _position(layer: nn.Module, name: str) -> int | None:
+    """Of an argument among those after the hidden states; None: the layer has no such argument."""
+    names = [*inspect.signature(layer.forward).parameters][1:]
+    return names.index(name) if name in names else None

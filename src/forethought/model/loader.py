@@ -59,6 +59,7 @@ from forethought.model.quantization import (
 )
 from forethought.model.quantized_experts import QuantizedExperts, quantize_experts, routers
 from forethought.model.recurrent_layers import RecurrentLayers, step_widths
+from forethought.model.rotary import find_rotary
 from forethought.model.shard import Shard, cut
 from forethought.model_dir import check_generation_config, gguf_files
 
@@ -264,11 +265,18 @@ def _with_native_parts(
         layers = decoder_layers(module.get_decoder())
     except ModelError:  # there is no list of them
         return replace(network, attention=attention)
-    decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
+    decoder = DecoderLayers.of(
+        layers,
+        recurrent,
+        attention,
+        find_rotary(module.get_decoder()),
+        lambda: try_forward(attention),
+    )
     network = replace(network, attention=attention, decoder=decoder)
     if decoder is None:
         return network
-    whole = backends.cpu().module_forward(CausalLM(network, backend, traits))
+    profiled = replace(traits, layers=attention.profiles)
+    whole = backends.cpu().module_forward(CausalLM(network, backend, profiled))
     return replace(network, whole=whole)
 
 

@@ -21,10 +21,11 @@ rounded to 8 bits, too, and integers are multiplied by integers (``model.integer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -483,6 +484,33 @@ def pack_linears(module: nn.Module) -> None:
             layer.pack()
 
 
+Made = TypeVar("Made")
+
+
+class SharedWeights(Generic[Made]):
+    """What is made of linears, once of those that have the same weight and bias.
+
+    Args:
+        linears: all of them, which keep their weights until something is made of them.
+    """
+
+    def __init__(self, linears: Iterable[nn.Module]) -> None:
+        self._num_left = Counter(map(self._key, linears))
+        self._made: dict[tuple[int, int], Made] = {}
+
+    def made_of(self, linear: nn.Module, make: Callable[[nn.Module], Made]) -> Made:
+        """What ``make`` gives of a linear, or gave of another one; kept until the last of them."""
+        key = self._key(linear)
+        if key not in self._made:
+            self._made[key] = make(linear)
+        self._num_left[key] -= 1
+        return self._made[key] if self._num_left[key] else self._made.pop(key)
+
+    @staticmethod
+    def _key(linear: nn.Module) -> tuple[int, int]:
+        return id(linear.weight), id(linear.bias)
+
+
 def quantize_linears(
     module: nn.Module, quantization: Quantization, plain: Collection[nn.Module] = ()
 ) -> int:
@@ -499,11 +527,15 @@ def quantize_linears(
         if isinstance(layer, nn.Linear) and layer not in plain
     ]
     rounds_input = has_rounded_input(quantization)
-    for name, linear in linears:
+    shared = SharedWeights[StoredWeight]([linear for _, linear in linears])
+
+    def quantized(linear: nn.Module) -> StoredWeight:
         bits = 8 if linear is head else BITS[quantization]
+        return quantize(linear.weight.detach(), bits, rounds_input=rounds_input)  # type: ignore[operator]
+
+    for name, linear in linears:
         bias = None if linear.bias is None else linear.bias.detach()
-        weight = quantize(linear.weight.detach(), bits, rounds_input=rounds_input)
-        replacement = QuantizedLinear(weight, bias)
+        replacement = QuantizedLinear(shared.made_of(linear, quantized), bias)
         module.set_submodule(name, replacement)
     return len(linears)
 

@@ -15,6 +15,15 @@ from torch import Tensor, nn
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
+_NAMES = ("rotary_emb", "pos_emb")
+"""Of the module that rotates, in decoders of transformers."""
+
+
+def find_rotary(decoder: nn.Module) -> nn.Module | None:
+    """What computes the rotation of a decoder of transformers; None: it is not found."""
+    parts = (getattr(decoder, name, None) for name in _NAMES)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
+
 
 def rope_of(written: Mapping[str, Any]) -> dict[str, Any] | None:
     """The ``rope_parameters`` of a ``config.json``, as transformers 5 names them; None: they are of

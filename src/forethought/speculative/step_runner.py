@@ -20,6 +20,7 @@ drafts ``backends.cuda.chain_rounds``.
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -50,6 +51,8 @@ from forethought.speculative.verify.accept import (
     verify_argmax,
 )
 from forethought.speculative.verify.verify import SampledToken, VerificationRequest, verify
+
+log = logging.getLogger(__name__)
 
 GREEDY_TOKEN = SampledToken(
     TokenContext(SamplingParams(temperature=0.0), (), (), frozenset()), 0, 0, is_stateful=False
@@ -305,10 +308,16 @@ class SingleSteps(StepRunner):
         progress = list(map(RowProgress.of, rows))
         going, num_forwards, draft_seconds = progress, 0, 0.0
         while going and num_forwards < num_steps:
-            if num_forwards:
-                self._resume(going)
-            draft_seconds += self._draft(going)
-            logits = self._runner.forward([row.pack() for row in going], self._readers)
+            try:
+                if num_forwards:
+                    self._resume(going)
+                draft_seconds += self._draft(going)
+                logits = self._runner.forward([row.pack() for row in going], self._readers)
+            except Exception as error:
+                if not num_forwards:
+                    raise
+                log.warning("a call of decode steps ends early: %r", error)
+                break  # the steps before it hold; states from which they began may be dropped
             num_forwards += 1
             results = _verify(logits, going)
             for row, result in zip(going, results, strict=True):

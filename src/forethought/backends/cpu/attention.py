@@ -1,5 +1,6 @@
 """Attention layers of transformers' modules in C++, over the pages of keys and values: products, QK
-norms, partial rotary embeddings, gates and the output product in one call (``attention_layer.h``).
+norms, latents, partial rotary embeddings, gates and the output product in one call
+(``attention_layer.h``).
 
 A layer is recognised by its attributes, and tried beside its module on a few tokens. The reference
 of all is the module.
@@ -8,6 +9,7 @@ of all is the module.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +20,16 @@ from torch import Tensor, nn
 from forethought.backends.cpu.forward import packed_rows, row_capacity
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.module_parts import (
+    NativeNorm,
     are_hooked,
     float_rows,
     native_norm,
     packed_linears,
 )
+from forethought.backends.cpu.projections import Projection, Projections, low_rank_projections
 from forethought.backends.cpu.structures import (
     CallStruct,
     LayerStruct,
-    LinearStruct,
     ModelStruct,
     ModuleAttentionCallStruct,
     ModuleAttentionStruct,
@@ -50,20 +53,30 @@ class _Description:
     """What an attention layer computes.
 
     Attributes:
+        projections: the products that enter.
         out: name of the linear that leaves.
-        norm_weights: float32 ``[head_dim]`` of queries and keys; None: there are no norms.
-        norm_eps: of these.
-        has_gates: the outputs for a head of queries are followed by those of its gate.
-        key_scale: factor of keys.
+        at: where each head of queries, keys and values begins among the projections.
         scale: of the scores.
+        value_dim: of a head.
+        tails: where the dimensions of each head from ``split`` on begin; None: after the others.
+        split: see above.
+        gates: where the gates of the outputs of each head of queries begin; None: there are none.
+        norm_weights: float32 ``[head_dim]`` of queries and keys; None: heads are not normed.
+        norm_eps: of these.
+        key_scale: factor of keys.
     """
 
+    projections: Projections
     out: str
-    norm_weights: tuple[Tensor, Tensor] | None
-    norm_eps: float
-    has_gates: bool
-    key_scale: float
+    at: Tensor
     scale: float
+    value_dim: int
+    tails: Tensor | None = None
+    split: int = 0
+    gates: Tensor | None = None
+    norm_weights: tuple[Tensor, Tensor] | None = None
+    norm_eps: float = 0.0
+    key_scale: float = 1.0
 
 
 class NativeAttentionLayer:
@@ -83,43 +96,29 @@ class NativeAttentionLayer:
     def __init__(
         self, part: nn.Module, description: _Description, profile: LayerProfile, index: int
     ) -> None:
-        self._part, self._out = part, description.out
-        dim, heads, kv_heads = profile.shape.key_dim, profile.heads, profile.shape.kv_heads
-        self.num_outputs: int = getattr(part, description.out).out_features
-        self._num_mixed = heads * dim
-        self.hidden = part.q_proj.in_features
-        self._widest = max(self.hidden, self._num_mixed)
-        head_width = 2 * dim if description.has_gates else dim
-        queries, others = heads * head_width, 2 * kv_heads
-        self._projected = queries + others * dim
-        self.width = max(self._projected, self._widest)
-        at = [*range(0, queries, head_width), *range(queries, self._projected, dim)]
-        self._at = torch.tensor(at, dtype=torch.int32)
-        self._gates = self._at[:heads] + dim if description.has_gates else None
-        self._norms = description.norm_weights
-        norms = [] if self._norms is None else [norm.data_ptr() for norm in self._norms]
-        self._layer = LayerStruct(
-            **dict(zip(("q_norm", "k_norm"), norms, strict=False)),
-            scale=description.scale,
-            window=profile.window or 0,
-        )
-        self.model = ModelStruct(
-            layers=(LayerStruct * 1)(self._layer),
-            num_layers=1,
-            hidden=self._widest,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            head_norm_eps=description.norm_eps,
-        )
+        self._part, self._description = part, description
+        self._projections = projections = description.projections
+        self.hidden: int = projections.linears()[0].in_features
+        self.num_outputs: int = part.get_submodule(description.out).out_features  # type: ignore[assignment]
+        dim, heads = profile.shape.key_dim, profile.heads
+        self._num_mixed = heads * description.value_dim
+        self._widest = max(projections.widest_input, heads * dim)
+        self.width = max(projections.width, self._widest)
+        self.model = _model_of(description, profile, self._widest)
+        self._tables = {
+            name: None if table is None else table.int().contiguous()
+            for name in ("at", "tails", "gates")
+            for table in [getattr(description, name)]
+        }
         self._struct = ModuleAttentionStruct(
             model=ctypes.pointer(self.model),
-            at=self._at.data_ptr(),
-            gates=None if self._gates is None else self._gates.data_ptr(),
-            width=self._projected,
+            **{name: None if x is None else x.data_ptr() for name, x in self._tables.items()},
+            width=projections.width,
             num_inputs=self.hidden,
             num_outputs=self.num_outputs,
             index=index,
+            split=description.split,
+            value_dim=description.value_dim,
             key_scale=description.key_scale,
         )
         self._packed: list[Any] = []
@@ -130,17 +129,15 @@ class NativeAttentionLayer:
         if are_hooked(self.linears()) or self.packed_struct() is None:
             return self.by_linears(x, batch, rotation)
         rows = float_rows(x)
-        projected = torch.empty(len(rows), self._projected)
+        projected = torch.empty(len(rows), self._projections.width)
         y = torch.empty(len(rows), self.num_outputs)
         self._call(batch, rotation, projected, x=rows.data_ptr(), y=y.data_ptr())
         return y.to(x.dtype).view(1, *y.shape)
 
     def by_linears(self, x: Tensor, batch: BatchCall, rotation: Rotation | None) -> Tensor:
         """The same, with the products of the module's linears."""
-        *entering, out = self.linears()
-        projected = float_rows(torch.cat([linear(x) for linear in entering], -1))
-        mixed = self._call(batch, rotation, projected)
-        y: Tensor = out(mixed[:, : self._num_mixed].to(x.dtype)[None])
+        mixed = self._call(batch, rotation, self._projections.multiply(x))
+        y: Tensor = self.linears()[-1](mixed[:, : self._num_mixed].to(x.dtype)[None])
         return y
 
     def _call(
@@ -162,17 +159,36 @@ class NativeAttentionLayer:
 
     def linears(self) -> list[nn.Module]:
         """Of the module, which are replaced once they are packed."""
-        return [getattr(self._part, name) for name in ("q_proj", "k_proj", "v_proj", self._out)]
+        return [*self._projections.linears(), self._part.get_submodule(self._description.out)]
 
     def packed_struct(self) -> ModuleAttentionStruct | None:
         """With the weights of the linears; None: they are not packed."""
         if not self._packed and (packed := packed_linears(self.linears())) is not None:
             *entering, out = packed
-            structs = (LinearStruct * len(entering))(*(linear.struct for linear in entering))
+            structs = self._projections.structs(entering)
             self._packed = [structs, packed]
             self._struct.enter, self._struct.num_enter = structs, len(entering)
             self._struct.out = ctypes.pointer(out.struct)
         return self._struct if self._packed else None
+
+
+def _model_of(description: _Description, profile: LayerProfile, widest: int) -> ModelStruct:
+    """Of one layer, whose widest input is given."""
+    norms = [norm.data_ptr() for norm in description.norm_weights or ()]
+    layer = LayerStruct(
+        **dict(zip(("q_norm", "k_norm"), norms, strict=False)),
+        scale=description.scale,
+        window=profile.window or 0,
+    )
+    return ModelStruct(
+        layers=(LayerStruct * 1)(layer),
+        num_layers=1,
+        hidden=widest,
+        num_heads=profile.heads,
+        num_kv_heads=profile.shape.kv_heads,
+        head_dim=profile.shape.key_dim,
+        head_norm_eps=description.norm_eps,
+    )
 
 
 class NativeAttentionCore:
@@ -204,6 +220,7 @@ class NativeAttentionCore:
             at=self._at.data_ptr(),
             width=self._width,
             index=index,
+            value_dim=dim,
             key_scale=1.0,
         )
 
@@ -384,40 +401,124 @@ class NativeAttention:
 
 def describe(part: nn.Module, profile: LayerProfile) -> _Description | None:
     """What an attention layer computes, by its attributes; None: it is not known."""
-    try:
-        return _description(part, profile)
-    except AttributeError:
+    if not _may_be_native(profile):
         return None
+    for describe_kind in (_description, _latent_description):
+        try:
+            description = describe_kind(part, profile)
+        except AttributeError:
+            continue
+        if description is not None and _is_possible(part, description, profile):
+            return description
+    return None
+
+
+def _may_be_native(profile: LayerProfile) -> bool:
+    group = profile.heads // profile.shape.kv_heads
+    is_plain = not profile.softcap and not profile.sinks
+    return is_plain and profile.shape.key_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
+
+
+def _is_possible(part: nn.Module, description: _Description, profile: LayerProfile) -> bool:
+    inputs: Any = part.get_submodule(description.out).in_features
+    is_narrow = profile.shape.value_dim == description.value_dim <= profile.shape.key_dim
+    return is_narrow and inputs == profile.heads * description.value_dim
+
+
+def _out_name(part: nn.Module) -> str:
+    return next((name for name in OUT_NAMES if hasattr(part, name)), "")
 
 
 def _description(part: Any, profile: LayerProfile) -> _Description | None:
+    """Of queries, keys and values that are products of the inputs."""
     dim, heads, kv_heads = profile.shape.key_dim, profile.heads, profile.shape.kv_heads
-    out = next((name for name in OUT_NAMES if hasattr(part, name)), "")
     widths = [linear.out_features for linear in (part.q_proj, part.k_proj, part.v_proj)]
     gated = [heads * 2 * dim, kv_heads * dim, kv_heads * dim]
     has_gates = widths == gated
     if not has_gates and widths != [heads * dim, *gated[1:]]:
         return None
-    if profile.softcap or profile.sinks or profile.shape.value_dim != dim:
+    norms, added = _norms_of(part), _added_products(part, widths)
+    if norms is None:
         return None
-    if getattr(part, out).in_features != heads * dim:
+    is_by_head = {len(norm.weight) for norm in norms} == {dim}
+    is_whole = [len(norm.weight) for norm in norms] == widths[:2] and not added
+    if norms and not is_by_head and not is_whole:
         return None
-    if dim > MAX_HEAD_DIM or heads // kv_heads > MAX_GROUP:
-        return None
+    items, begin = list[Projection](), 0
+    for name, width, norm in itertools.zip_longest("qkv", widths, () if is_by_head else norms):
+        items.append(Projection(f"{name}_proj", begin, norm=norm))
+        begin += width
+    step = 2 * dim if has_gates else dim
+    queries = torch.arange(heads) * step
+    return _Description(
+        projections=Projections(part, [*items, *added]),
+        out=_out_name(part),
+        at=torch.cat([queries, heads * step + torch.arange(2 * kv_heads) * dim]),
+        scale=float(part.scaling),
+        value_dim=dim,
+        gates=queries + dim if has_gates else None,
+        norm_weights=(norms[0].weight, norms[1].weight) if is_by_head else None,
+        norm_eps=norms[0].eps if is_by_head else 0.0,
+        key_scale=float(getattr(part, "key_multiplier", 1.0)),
+    )
+
+
+def _norms_of(part: Any) -> list[NativeNorm] | None:
+    """Of queries and keys, empty: they are not normed; None: the norms are others."""
     names = next((names for names in NORM_NAMES if hasattr(part, names[0])), ())
     parts = [getattr(part, name) for name in names]
     norms = [native_norm(norm, norm.weight.dtype) for norm in parts]
-    weights = [norm.weight for norm in norms if norm is not None]
-    if len(weights) < len(names) or any(len(weight) != dim for weight in weights):
+    rms_norms = [norm for norm in norms if norm is not None]
+    if len(rms_norms) < len(names) or len({norm.eps for norm in rms_norms}) > 1:
         return None
-    eps = {norm.eps for norm in norms if norm is not None}
-    if len(eps) > 1:
+    return rms_norms
+
+
+def _added_products(part: Any, widths: Sequence[int]) -> list[Projection]:
+    """What Zamba2 adds to queries, keys and values: products of low rank, which each use of shared
+    weights has of its own.
+    """
+    if not hasattr(part, "linear_q_adapter_list"):
+        return []
+    items, begin, low = list[Projection](), 0, sum(widths)
+    for name, width in zip("qkv", widths, strict=True):
+        pair = f"linear_{name}_adapter_list.{part.kv_index}"
+        items += low_rank_projections(pair, begin, low)
+        begin, low = begin + width, low + part.get_submodule(f"{pair}.0").out_features
+    return items
+
+
+def _latent_description(part: Any, profile: LayerProfile) -> _Description | None:
+    """Of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1) without rotation:
+    keys and values are products of a latent, and the last dimensions of keys are shared.
+    """
+    dim, heads, nope = profile.shape.key_dim, profile.heads, part.qk_nope_head_dim
+    latent_norm = native_norm(part.kv_a_layernorm, part.kv_a_layernorm.weight.dtype)
+    if latent_norm is None or profile.shape.kv_heads != heads:
         return None
+    items, queries = [Projection("q_proj", 0)], 0
+    if part.q_proj is None:
+        norm = native_norm(part.q_a_layernorm, part.q_a_layernorm.weight.dtype)
+        if norm is None:
+            return None
+        queries = part.q_a_proj.out_features
+        items = [Projection("q_a_proj", 0, norm=norm), Projection("q_b_proj", queries, source=0)]
+    latent = queries + heads * dim
+    shared = latent + part.kv_lora_rank
+    expanded, step = shared + dim - nope, nope + part.v_head_dim
+    items.append(Projection("kv_a_proj_with_mqa", latent, norm=latent_norm))
+    items.append(Projection("kv_b_proj", expanded, source=latent))
+    numbers = torch.arange(heads)
+    keys = expanded + numbers * step
+    at = torch.cat([queries + numbers * dim, keys, keys + nope])
+    tails = at + nope
+    tails[heads : 2 * heads] = shared
     return _Description(
-        out=out,
-        norm_weights=(weights[0], weights[1]) if weights else None,
-        norm_eps=eps.pop() if eps else 0.0,
-        has_gates=has_gates,
-        key_scale=float(getattr(part, "key_multiplier", 1.0)),
+        projections=Projections(part, items),
+        out=_out_name(part),
+        at=at,
         scale=float(part.scaling),
+        value_dim=part.v_head_dim,
+        tails=tails,
+        split=nope,
     )

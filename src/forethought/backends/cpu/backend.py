@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
+    from forethought.backends.cpu.module import DraftTarget
     from forethought.backends.cpu.module_forward import ModuleForward
     from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
@@ -126,6 +127,14 @@ class CpuBackend(NativeBackend):
         return lm.network if isinstance(lm.network, NativeNetwork) else None
 
     @classmethod
+    def draft_target(cls, lm: CausalLM) -> DraftTarget | None:
+        """What draft modules of a target read its embedding and head of; None: it does not run
+        here.
+        """
+        network = cls.network_of(lm)
+        return getattr(lm.network, "whole", None) if network is None else network
+
+    @classmethod
     def draft_network(cls, lm: CausalLM, vocab_size: int) -> NativeDraftNetwork | None:
         """A draft model for targets with ``vocab_size`` tokens; None: it does not run here."""
         from forethought.backends.cpu.draft_network import NativeDraftNetwork
@@ -156,7 +165,7 @@ class CpuBackend(NativeBackend):
         """
         from forethought.backends.cpu.draft_module import NativeDraftModule, native_module
 
-        module = native_module(parts, cls.network_of(lm))
+        module = native_module(parts, cls.draft_target(lm))
         return None if module is None else NativeDraftModule(module, dtype, shape, ids)
 
     @classmethod
@@ -164,7 +173,7 @@ class CpuBackend(NativeBackend):
         """A multi-token prediction module; None: as of ``draft_module``."""
         from forethought.backends.cpu.draft_module import NativeMtpNetwork
 
-        return NativeMtpNetwork.of(module, lm, cls.network_of(lm))
+        return NativeMtpNetwork.of(module, lm, cls.draft_target(lm))
 
     @classmethod
     def draft_heads(cls, heads: MedusaHeads, lm: CausalLM) -> NativeDraftHeads | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from forethought.backends.cpu.module import NativeModule, refusal_of
-from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.module import DraftTarget, NativeModule, refusal_of
 from forethought.backends.cpu.norms import norm_eps
 from forethought.backends.cpu.weights import refusal, rotary_tables
 from forethought.config.tree import TreeShape
@@ -80,7 +79,7 @@ class NativeDraftModule(DraftNetwork):
         return self._module.draft_trees(states, forward_pass, slots, shape, self.ids)
 
 
-def native_module(parts: ModuleParts, target: NativeNetwork | None) -> NativeModule | None:
+def native_module(parts: ModuleParts, target: DraftTarget | None) -> NativeModule | None:
     """The module in C++; None: the target does not run there, or the module cannot."""
     if target is None:
         return None
@@ -142,7 +141,7 @@ class NativeMtpNetwork(NativeDraftModule):
         self._fed_back = weights.fed_back
 
     @classmethod
-    def of(cls, module: MtpModule, lm: CausalLM, target: NativeNetwork | None) -> Self | None:
+    def of(cls, module: MtpModule, lm: CausalLM, target: DraftTarget | None) -> Self | None:
         """The module for a target; None: one of the two does not run in C++."""
         if target is None:
             return None

@@ -25,6 +25,7 @@ from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass, KvLayout
 from forethought.model.batch import Batch
 from forethought.model.device import native_threads
+from forethought.model.hidden_states import FINAL
 
 MIN_SCORES = 64  # tokens of a row that scratch memory is made for, at least
 
@@ -97,6 +98,29 @@ class NativeForward:
         num_known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
         check_known(forward_pass.batch, num_known)
         self.check_read()
+
+    def wanted_states(self, forward_pass: ForwardPass) -> list[Tensor | None] | None:
+        """Where the hidden states that a pass captures are written, by layer, the final norm's
+        last; None: it captures none.
+        """
+        if not forward_pass.layer_ids:
+            return None
+        shape = len(forward_pass.batch.token_ids), self.model.hidden
+        return [
+            torch.empty(shape, dtype=torch.float32) if name in forward_pass.layer_ids else None
+            for name in self._state_names()
+        ]
+
+    def capture(
+        self, forward_pass: ForwardPass, states: list[Tensor | None] | None, dtype: torch.dtype
+    ) -> None:
+        """Hand a pass its hidden states in the dtype of the model."""
+        for name, state in zip(self._state_names(), states or (), strict=False):
+            if state is not None:
+                forward_pass.capture(name, state.to(dtype))
+
+    def _state_names(self) -> tuple[int, ...]:
+        return (*range(self.model.num_layers + 1), FINAL)
 
     def check_read(self) -> None:
         """Raise RequestError if a layer of the last call could not be read from its file."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forethought.backends.cpu.draft_network import NativeDraftNetwork, NativeEntry
 from forethought.backends.cpu.forward import NativeForward, Wanted
-from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.norms import norm_eps, norm_weight
 from forethought.backends.cpu.structures import JoinStruct, LayerStruct, ModelStruct
 from forethought.backends.cpu.weights import (
@@ -46,6 +45,18 @@ def refusal_of(parts: ModuleParts) -> str | None:
     return None if parts.activation in ACTIVATIONS else f"the activation {parts.activation}"
 
 
+class DraftTarget(Protocol):
+    """A target in C++ whose weights draft modules may use."""
+
+    @property
+    def forward(self) -> NativeForward:
+        """Which has the embedding."""
+
+    @property
+    def head(self) -> PackedLinear:
+        """The output projection."""
+
+
 class LastStates(NamedTuple):
     """States of the tokens with logits, float32 ``[R, hidden]``."""
 
@@ -66,7 +77,7 @@ class NativeModule:
         enter: reads the target's states.
     """
 
-    def __init__(self, parts: ModuleParts, target: NativeNetwork) -> None:
+    def __init__(self, parts: ModuleParts, target: DraftTarget) -> None:
         self._feeds_normed = parts.feeds_normed
         entry = None if parts.entry is None else PackedLinear.of(parts.entry)
         self.enter = NativeEntry(norm_weight(parts.entry_norm), entry, parts.eps)

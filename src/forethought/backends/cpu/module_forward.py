@@ -21,7 +21,7 @@ from forethought.backends.cpu.module_parts import NativeEmbedding, NativeLinear,
 from forethought.backends.cpu.recurrent import NativeTokenTable
 from forethought.backends.cpu.structures import ModelStruct, ModuleDecoderStruct
 from forethought.backends.cpu.sublayers import NativeSublayers
-from forethought.backends.cpu.weights import TYPES
+from forethought.backends.cpu.weights import TYPES, PackedLinear
 from forethought.kv.pool import PagePool
 from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.table import PageTable
@@ -31,12 +31,12 @@ from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.llama.layers import rotary_table
 from forethought.model.recurrent_layers import RecurrentLayers
+from forethought.model.rotary import find_rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TRIAL_TOKENS = 4
-ROTARY_NAMES = ("rotary_emb", "pos_emb")
 MIN_POSITIONS = 256
 """Whose rotation is computed at a time, at least."""
 
@@ -69,6 +69,13 @@ class ModuleForward(NativeForward):
     attention: NativeAttention = field(kw_only=True)
     decoder: ModuleDecoderStruct = field(kw_only=True)
     rotary: _RotaryTable | None = field(kw_only=True)
+    head: PackedLinear = field(kw_only=True)
+    dtype: torch.dtype = field(kw_only=True)
+
+    @property
+    def forward(self) -> NativeForward:
+        """Itself: draft modules read the target's embedding and head there."""
+        return self
 
     @classmethod
     def of(cls, lm: CausalLM) -> ModuleForward | None:
@@ -110,12 +117,13 @@ class ModuleForward(NativeForward):
         for a token outside the vocabulary.
         """
         size = len(forward_pass.batch.logit_index), self.vocab_size
-        logits = torch.empty(size, dtype=torch.float32)
-        packed = self.pack(forward_pass, Wanted(logits))
+        logits, states = torch.empty(size), self.wanted_states(forward_pass)
+        packed = self.pack(forward_pass, Wanted(logits, states))
         num_known = self._library.module_forward(
             ctypes.byref(self.model), ctypes.byref(packed.struct), tokens.states
         )
         check_known(forward_pass.batch, num_known)
+        self.capture(forward_pass, states, self.dtype)
         return logits
 
     def agrees(self, lm: CausalLM, recurrent: RecurrentLayers) -> bool:
@@ -176,6 +184,7 @@ class _Parts:
             final_norm=self.norm.weight.data_ptr(),
             head=ctypes.pointer(self.head.packed.struct),
             decoder=ctypes.pointer(decoder),
+            num_layers=sublayers.num_layers,
             hidden=sublayers.hidden,
             eps=self.norm.eps,
             embed_scale=1.0,
@@ -189,6 +198,8 @@ class _Parts:
             attention=network.attention.native,
             decoder=decoder,
             rotary=rotary,
+            head=self.head.packed,
+            dtype=network.module.dtype,
         )
 
     def _factor(self, name: str) -> float:
@@ -209,8 +220,7 @@ def _rotary_of(
     module: PreTrainedModel, decoder: DecoderLayers, max_positions: int
 ) -> _RotaryTable | None:
     """The rotation of all layers; None: there is none, or it is not found."""
-    parts = (getattr(module.get_decoder(), name, None) for name in ROTARY_NAMES)
-    part = next((part for part in parts if isinstance(part, nn.Module)), None)
+    part = find_rotary(module.get_decoder())
     if part is None or decoder.rotation is None:
         return None
     rotary = _RotaryTable(part, module.dtype, max_positions)

@@ -9,8 +9,9 @@ the dtype of the module; within an MLP they are float32.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,15 @@ from typing_extensions import override
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.norms import norm_rows
-from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
+from forethought.backends.cpu.projections import (
+    Projection,
+    Projections,
+    low_rank_projections,
+)
+from forethought.backends.cpu.structures import ExpertsCallStruct, MlpStruct
 from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, stored_refusal
 from forethought.model.device import native_threads
-from forethought.model.quantization import QuantizedLinear
+from forethought.model.quantization import QuantizedLinear, SharedWeights
 from forethought.model.quantized_experts import QuantizedExperts, weights_of
 from forethought.model.tolerance import TOLERANCES, is_close
 
@@ -35,6 +41,8 @@ MLPS = (
 )
 """Names of the linears of an MLP: gate, factor and output; gate and factor in one, and output; or
 what is activated, and output."""
+LOW_RANK = "gate_up_proj_adapter_list"
+"""Products of low rank in an MLP whose weights several layers share, by its uses."""
 ACTIVATIONS = {
     "SiLU": 0,
     "SiLUActivation": 0,
@@ -108,40 +116,46 @@ class NativeMlp:
     """The forward of an MLP."""
 
     part: nn.Module
-    names: tuple[str, ...]
+    projections: Projections
+    """Of the linears that enter: those of the gate, if there is one, then those of the factor."""
+    down: str
+    """Name of the linear that leaves."""
     activation: int
     hidden: int
     inner: int
-    width: int
-    """Outputs of the linears that enter: ``inner``, or twice as many."""
+    has_gate: bool
     gate_scale: float = 1.0
     """Factor of the outputs of the gate."""
     scale: float = 1.0
     """Factor of its own."""
-    _struct: MlpStruct | None = field(default=None, init=False)
-    """With weights; None: they are not packed."""
+    _packed: list[Any] = field(default_factory=list, init=False)
+    """The struct with weights, and what it points to; empty: they are not packed."""
 
     @property
     def num_outputs(self) -> int:
         """As many as inputs."""
         return self.hidden
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def width(self) -> int:
+        """Floats of a token between the products."""
+        return self.projections.width
+
+    def __call__(self, x: Tensor, *_: Any) -> Tensor:
         """x ``[..., hidden]`` -> the same."""
         if are_hooked(self.linears()) or (struct := self.packed_struct()) is None:
             return self.by_linears(x)
         rows = float_rows(x)
-        activations = torch.empty(rows.shape[0], struct.width)
+        activations = torch.empty(rows.shape[0], self.width)
         y = torch.empty(rows.shape[0], self.hidden)
         self._call(struct, rows.data_ptr(), activations, y.data_ptr())
         return self._scaled(y).to(x.dtype).view(x.shape)
 
     def by_linears(self, x: Tensor) -> Tensor:
         """The same, with the products of the part's linears."""
-        *entering, down = self.linears()
-        activations = float_rows(torch.cat([linear(x) for linear in entering], -1))
-        self._call(self._struct_of({}), None, activations, None)
-        y: Tensor = down(activations[:, : self.inner].to(x.dtype))
+        activations = self.projections.multiply(x.reshape(1, -1, self.hidden))
+        self._call(self._struct_of(), None, activations, None)
+        y: Tensor = self.linears()[-1](activations[:, : self.inner].to(x.dtype))
         return self._scaled(y).view(x.shape)
 
     def _scaled(self, y: Tensor) -> Tensor:
@@ -149,30 +163,31 @@ class NativeMlp:
 
     def linears(self) -> list[nn.Module]:
         """Of the part, which are replaced once they are packed."""
-        return [getattr(self.part, name) for name in self.names]
+        return [*self.projections.linears(), self.part.get_submodule(self.down)]
 
     def packed_struct(self) -> MlpStruct | None:
         """With the weights of the linears; None: they are not packed."""
-        if self._struct is None and (packed := packed_linears(self.linears())) is not None:
-            *entering, down = (linear.struct for linear in packed)
-            names = ("gate", "up") if self.width > self.inner else ("up",)
-            weights = dict(zip(names, entering, strict=False))
-            self._struct = self._struct_of({**weights, "down": down})
-        return self._struct
+        if not self._packed and (packed := packed_linears(self.linears())) is not None:
+            *entering, down = packed
+            structs = self.projections.structs(entering)
+            struct = self._struct_of(enter=structs, num_enter=len(structs), down=down.struct)
+            self._packed = [struct, structs, packed]
+        return self._packed[0] if self._packed else None
 
     def _call(self, struct: MlpStruct, x: int | None, activations: Tensor, y: int | None) -> None:
         num_tokens, num_threads = activations.shape[0], native_threads()
         rows = activations.data_ptr()
         load_library().mlp(ctypes.byref(struct), x, num_tokens, rows, y, num_threads)
 
-    def _struct_of(self, weights: Mapping[str, LinearStruct]) -> MlpStruct:
+    def _struct_of(self, **products: Any) -> MlpStruct:
         return MlpStruct(
-            **weights,
             activation=self.activation,
             hidden=self.hidden,
             inner=self.inner,
             width=self.width,
+            has_gate=self.has_gate,
             gate_scale=self.gate_scale,
+            **products,
         )
 
 
@@ -252,9 +267,10 @@ def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None
     """
     if module.dtype not in TOLERANCES:
         return
+    uses = _uses_of_mlps(module)
     for part in module.modules():
         forward = (
-            _mlp_of(part, module.dtype)
+            _mlp_of(part, module.dtype, uses.get(part))
             or native_norm(part, module.dtype)
             or _activation_of(part, module.dtype)
         )
@@ -275,9 +291,10 @@ def _pack_linears(module: nn.Module, excluded: Collection[nn.Module]) -> None:
         *(part.modules() for part in module.modules() if isinstance(part, QuantizedExperts))
     )
     names = [name for name, part in module.named_modules() if part not in unseen and _packs(part)]
+    shared = SharedWeights[PackedLinear](map(module.get_submodule, names))
     for name in names:
         linear: Any = module.get_submodule(name)
-        packed = NativeLinear(PackedLinear.of(linear), linear.in_features)
+        packed = NativeLinear(shared.made_of(linear, PackedLinear.of), linear.in_features)
         if linear is head and is_tied:
             module.set_input_embeddings(NativeEmbedding(packed.packed, module.dtype))
         module.set_submodule(name, packed)
@@ -290,8 +307,23 @@ def _packs(linear: nn.Module) -> bool:
     return weight is not None and stored_refusal(weight) is None
 
 
-def _mlp_of(part: nn.Module, dtype: torch.dtype) -> NativeMlp | None:
+def _uses_of_mlps(module: nn.Module) -> dict[nn.Module, int]:
+    """Of MLPs whose weights several layers share, which of these uses each is: the number of the
+    attention layer beside it.
+    """
+    return {
+        child: block.self_attn.kv_index  # type: ignore[union-attr,misc]
+        for block in module.modules()
+        if hasattr(getattr(block, "self_attn", None), "kv_index")
+        for child in block.children()
+        if hasattr(child, LOW_RANK)
+    }
+
+
+def _mlp_of(part: nn.Module, dtype: torch.dtype, use: int | None) -> NativeMlp | None:
     children = dict(part.named_children())
+    if use is not None:
+        return _shared_mlp(part, use, dtype)
     for names in MLPS:
         linears = [child for child in children.values() if _is_linear(child)]
         if {*names} <= children.keys() and len(linears) == len(names):
@@ -301,19 +333,51 @@ def _mlp_of(part: nn.Module, dtype: torch.dtype) -> NativeMlp | None:
 
 def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> NativeMlp | None:
     activations = [child for child in part.children() if not _is_linear(child)]
+    projections = Projections.beside(part, names[:-1])
+    mlp = _described_mlp(part, projections, projections.width, names[-1], activations)
+    if mlp is None:
+        return None
+    return mlp if agrees(part.forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
+
+
+def _shared_mlp(part: Any, use: int, dtype: torch.dtype) -> NativeMlp | None:
+    """Zamba2's: to the gate and the factor a product of low rank is added, which each use of the
+    shared weights has of its own.
+    """
+    names = MLPS[3]
+    width = part.gate_up_proj.out_features
+    added = low_rank_projections(f"{LOW_RANK}.{use}", 0, width)
+    projections = Projections(part, [Projection(names[0], 0), *added])
+    mlp = _described_mlp(part, projections, width, names[-1], [part.act_fn])
+    [layer_idx] = (layer for layer, number in part.layer_dic.items() if number == use)
+    if mlp is None:
+        return None
+    forward = partial(part.forward, layer_idx=layer_idx)
+    return mlp if agrees(forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
+
+
+def _described_mlp(
+    part: nn.Module,
+    projections: Projections,
+    width: int,
+    out: str,
+    activations: Sequence[nn.Module],
+) -> NativeMlp | None:
+    """Of a gate and a factor, or a factor alone, in ``width`` projections; None: it has another
+    activation, or other widths.
+    """
     known = [ACTIVATIONS.get(type(activation).__name__) for activation in activations]
     if len(known) > 1 or None in known:
         return None
     activation = known[0] if known else ACTIVATIONS["SiLU"]
     assert activation is not None
-    *entering, down = (getattr(part, name) for name in names)
-    inner, width = down.in_features, sum(linear.out_features for linear in entering)
+    down: Any = part.get_submodule(out)
+    inner = down.in_features
     if width not in (inner, 2 * inner):
         return None
-    names_of_scales = ("gate_multiplier", "down_multiplier")
-    scales = (float(getattr(part, name, 1.0)) for name in names_of_scales)
-    mlp = NativeMlp(part, names, activation, down.out_features, inner, width, *scales)
-    return mlp if agrees(part.forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
+    sizes = down.out_features, inner, width > inner
+    scales = (float(getattr(part, name, 1.0)) for name in ("gate_multiplier", "down_multiplier"))
+    return NativeMlp(part, projections, out, activation, *sizes, *scales)
 
 
 def native_norm(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:

@@ -307,6 +307,83 @@ class ChainCall:
         )
 
 
+Steps = Callable[[NativeDraft | None, StoredStates | None], Advance]
+"""Makes steps with a draft network, or without one, and stores hidden states of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainDrafting:
+    """Chains whose network runs in the calls of the target.
+
+    Attributes:
+        chains: see above.
+        network: of them.
+        vocab_size: the target's.
+    """
+
+    chains: GreedyChains
+    network: NativeDraftNetwork
+    vocab_size: int
+
+    @classmethod
+    def of(cls, chains: ChainSource, vocab_size: int) -> Self | None:
+        """None: the network does not run there."""
+        if not isinstance(chains, GreedyChains):
+            return None
+        network = getattr(chains.runner.network, "native", None)  # of a draft model, or a module
+        if not isinstance(network, NativeDraftNetwork):
+            return None
+        return cls(chains, network, vocab_size)
+
+    def advance(self, rows: Sequence[DecodeRow], steps: Steps) -> Advance:
+        """Make the steps of a call, and mark what they store for drafts."""
+        drafting = [row.request for row in rows if row.draft_len]
+        (advance,) = self.chains.runner.draft_behind(
+            drafting,
+            [0] * len(drafting),
+            lambda states, paged_pass, _: [steps(*self._inputs(states, paged_pass))],
+        )
+        for row, results in zip(rows, advance.results, strict=True):
+            self.chains.mark(row.position, row.table, results)
+        return advance
+
+    def _inputs(
+        self, states: Tensor, paged_pass: PagedPass
+    ) -> tuple[NativeDraft, StoredStates | None]:
+        """The draft network, after a pass of it over the tokens that it has not read.
+
+        Args:
+            states: ``[T, hidden]``, that it reads with these; ``[T, 0]`` for a draft model.
+            paged_pass: the pass.
+        """
+        runner = self.chains.runner
+        self._replace_unknown(paged_pass)
+        hidden_states, stored, entering = runner.hidden_states, None, None
+        if hidden_states is not None:
+            stored = StoredStates(hidden_states.storage.keys[0], hidden_states.layer_ids)
+            entering = states.float().contiguous()
+        stores_drafted = self.chains.builder.stores_drafted
+        draft = NativeDraft(self.network, paged_pass, entering, runner.offset, stores_drafted)
+        return draft, stored
+
+    def _replace_unknown(self, paged_pass: PagedPass) -> None:
+        batch, num_known = paged_pass.batch, self.network.num_known
+        if num_known < self.vocab_size:
+            token_ids = batch.token_ids.where(batch.token_ids < num_known, 0)
+            paged_pass.batch = replace(batch, token_ids=token_ids)
+
+
+def plain_steps(rows: Sequence[DecodeRow], steps: Steps, cache: HiddenStateCache | None) -> Advance:
+    """Make steps without drafts, and store hidden states where a cache will be read."""
+    if cache is None:
+        return steps(None, None)
+    advance = steps(None, StoredStates(cache.storage.keys[0], cache.layer_ids))
+    for row, results in zip(rows, advance.results, strict=True):
+        num_stored = sum(len(result.tokens) for result in results)
+        cache.mark(row.table, row.start, row.position + num_stored)
+    return advance
+
+
 @dataclass(frozen=True, slots=True)
 class NativeSteps(StepRunner):
     """Where the target runs natively, and the draft network, if there is one.
@@ -314,15 +391,13 @@ class NativeSteps(StepRunner):
     Attributes:
         runner: of the target.
         target: its packed weights.
-        chains: what drafts; None: plain decoding.
-        draft: the network of ``chains``.
+        drafting: what drafts; None: plain decoding.
         cache: which stores the target's hidden states of plain steps; None: none does.
     """
 
     runner: ModelRunner
     target: NativeForward
-    chains: GreedyChains | None = None
-    draft: NativeDraftNetwork | None = None
+    drafting: ChainDrafting | None = None
     cache: HiddenStateCache | None = None
 
     @classmethod
@@ -342,59 +417,17 @@ class NativeSteps(StepRunner):
         if chains is None:
             cache = caches[0] if caches else None
             return cls(runner, target.forward, cache=cache) if len(caches) < 2 else None
-        if not isinstance(chains, GreedyChains):
-            return None
-        network = getattr(chains.runner.network, "native", None)  # of a draft model, or a module
-        if not isinstance(network, NativeDraftNetwork):
-            return None
-        return cls(runner, target.forward, chains, network)
+        drafting = ChainDrafting.of(chains, runner.lm.vocab_size)
+        return None if drafting is None else cls(runner, target.forward, drafting)
 
     @override
     def advance(
         self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
     ) -> Advance:
         steps = partial(self._call, rows, num_steps, interrupt)
-        if self.chains is None:
-            return self._plain(rows, steps)
-        chains, drafting = self.chains, [row.request for row in rows if row.draft_len]
-        (advance,) = chains.runner.draft_behind(
-            drafting,
-            [0] * len(drafting),
-            lambda states, paged_pass, _: [steps(*self._drafting(chains, states, paged_pass))],
-        )
-        for row, results in zip(rows, advance.results, strict=True):
-            chains.mark(row.position, row.table, results)
-        return advance
-
-    def _plain(
-        self, rows: Sequence[DecodeRow], steps: Callable[[None, StoredStates | None], Advance]
-    ) -> Advance:
-        if self.cache is None:
-            return steps(None, None)
-        advance = steps(None, StoredStates(self.cache.storage.keys[0], self.cache.layer_ids))
-        for row, results in zip(rows, advance.results, strict=True):
-            num_stored = sum(len(result.tokens) for result in results)
-            self.cache.mark(row.table, row.start, row.position + num_stored)
-        return advance
-
-    def _drafting(
-        self, chains: GreedyChains, states: Tensor, paged_pass: PagedPass
-    ) -> tuple[NativeDraft, StoredStates | None]:
-        """The draft network, after a pass of it over the tokens that it has not read.
-
-        Args:
-            chains: see above.
-            states: ``[T, hidden]``, that it reads with these; ``[T, 0]`` for a draft model.
-            paged_pass: the pass.
-        """
-        assert self.draft is not None
-        self._replace_unknown(paged_pass, self.draft.num_known)
-        hidden_states, stored, entering = chains.runner.hidden_states, None, None
-        if hidden_states is not None:
-            stored = StoredStates(hidden_states.storage.keys[0], hidden_states.layer_ids)
-            entering = states.float().contiguous()
-        offset, stores_drafted = chains.runner.offset, chains.builder.stores_drafted
-        return NativeDraft(self.draft, paged_pass, entering, offset, stores_drafted), stored
+        if self.drafting is None:
+            return plain_steps(rows, steps, self.cache)
+        return self.drafting.advance(rows, steps)
 
     def _call(
         self,
@@ -411,12 +444,6 @@ class NativeSteps(StepRunner):
             self.target, num_steps, interrupt
         )
         return Advance(results, num_forwards, seconds)
-
-    def _replace_unknown(self, paged_pass: PagedPass, num_known: int) -> None:
-        batch = paged_pass.batch
-        if num_known < self.runner.lm.vocab_size:
-            token_ids = batch.token_ids.where(batch.token_ids < num_known, 0)
-            paged_pass.batch = replace(batch, token_ids=token_ids)
 
 
 def keeps_scores(rows: Sequence[DecodeRow], vocab_size: int) -> bool:

@@ -33,7 +33,6 @@ from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
 from forethought.model.block_weight import BlockWeight
 from forethought.model.device import owned
-from forethought.model.hidden_states import FINAL
 from forethought.model.token_adapters import PlacedAdapter
 
 if TYPE_CHECKING:
@@ -201,14 +200,11 @@ class NativeNetwork:
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
-        states = self._states(forward_pass) if forward_pass.layer_ids else None
+        states = self.forward.wanted_states(forward_pass)
         size = batch.logit_index.numel(), self.forward.vocab_size
         logits = torch.empty(size, dtype=torch.float32)
         self.forward.compute(forward_pass, Wanted(logits, states))
-        if states is not None:
-            for name, state in zip(self._state_names(), states, strict=True):
-                if state is not None:
-                    forward_pass.capture(name, state.to(self.dtype))
+        self.forward.capture(forward_pass, states, self.dtype)
         return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -239,16 +235,3 @@ class NativeNetwork:
         additions = layer_additions(adapter, linears)
         parts = NativeAdditions.of(additions, self.forward.model.num_layers)
         return PlacedAdapter(adapter.name, adapter.digest, parts)
-
-    def _state_names(self) -> tuple[int, ...]:
-        return (*range(self.forward.model.num_layers + 1), FINAL)
-
-    def _states(self, forward_pass: ForwardPass) -> list[Tensor | None]:
-        """Where hidden states are written, by layer; the final norm's last."""
-        size, layer_ids = len(forward_pass.batch.token_ids), forward_pass.layer_ids
-        return [
-            torch.empty(size, self.forward.model.hidden, dtype=torch.float32)
-            if name in layer_ids
-            else None
-            for name in self._state_names()
-        ]

@@ -181,6 +181,12 @@ class RecurrentCallStruct(CStruct):
     __slots__ = ()
 
 
+class ProjectionStruct(CStruct):
+    """One of the products that enter a layer."""
+
+    __slots__ = ()
+
+
 class ModuleAttentionStruct(CStruct):
     """The attention of a module whose other parts torch computes."""
 

@@ -7,8 +7,9 @@ The reference is the module, which calls the same parts one by one.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,76 +28,147 @@ from forethought.backends.cpu.module_parts import (
     NativeNorm,
     are_hooked,
     float_rows,
+    packed_linears,
 )
 from forethought.backends.cpu.recurrent import (
     NativeRecurrence,
     NativeRecurrentLayer,
     NativeTokenTable,
 )
-from forethought.backends.cpu.structures import SublayersCallStruct, SublayerStruct
+from forethought.backends.cpu.structures import (
+    LinearStruct,
+    SublayersCallStruct,
+    SublayerStruct,
+)
 from forethought.model.tolerance import is_close
 
-_Part = NativeAttentionLayer | NativeRecurrentLayer | NativeMlp | NativeMixture
+HIDDEN, SIDE, HIDDEN_AND_SIDE, HIDDEN_AND_EMBEDDINGS = range(4)
+"""``enum SublayerInput`` in structures.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear as a sublayer.
+
+    Attributes:
+        part: the module that has it.
+        name: of it.
+        hidden, num_outputs: widths of what it reads and gives.
+        width: floats of a token between the products, of which there are none.
+    """
+
+    part: nn.Module
+    name: str
+    hidden: int
+    num_outputs: int
+    width: int = 0
+
+    def linears(self) -> list[nn.Module]:
+        """Itself."""
+        return [self.part.get_submodule(self.name)]
+
+    def packed_struct(self) -> LinearStruct | None:
+        """With its weights; None: they are not packed."""
+        packed = packed_linears(self.linears())
+        return None if packed is None else packed[0].struct
+
+
+_Part = NativeAttentionLayer | NativeRecurrentLayer | NativeMlp | NativeMixture | _Linear
 _FIELDS = {
     NativeAttentionLayer: "attention",
     NativeRecurrentLayer: "recurrent",
     NativeMlp: "mlp",
     NativeMixture: "mixture",
+    _Linear: "linear",
 }
 """Of ``SublayerStruct``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sublayer:
-    """``x + scale * part(norm(x))``, or the sum of a recurrent layer and attention, which has
-    factors of its own.
+    """``x + output_norm(scale * part(norm(input)))``, or with the sum of a recurrent layer and
+    attention, which has factors of its own.
+
+    Attributes:
+        norm, output_norm: None: there is none.
+        parts: one, or a recurrent layer and attention.
+        input: HIDDEN, SIDE, HIDDEN_AND_SIDE or HIDDEN_AND_EMBEDDINGS.
+        to_side: its outputs are side states, and not added to x.
     """
 
-    norm: NativeNorm
+    norm: NativeNorm | None
     parts: Sequence[_Part]
-    scale: float
+    scale: float = 1.0
+    output_norm: NativeNorm | None = None
     attention_input: float = 1.0
     attention_scale: float = 1.0
+    input: int = HIDDEN
+    to_side: bool = False
 
-    def struct(self) -> SublayerStruct | None:
-        """None: its linears are not packed."""
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states; 0: parts read and give other widths."""
+        factor = 2 if self.input == HIDDEN_AND_EMBEDDINGS else 1
+        [*sizes] = {part.num_outputs for part in self.parts}
+        fits = all(part.hidden == factor * part.num_outputs for part in self.parts)
+        return sizes[0] if fits and len(sizes) == 1 else 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the linears of all parts are."""
+        return all(part.packed_struct() is not None for part in self.parts)
+
+    def struct(self, begins: int = -1) -> SublayerStruct:
+        """With its weights, once it is packed; ``begins``: as in structures.h."""
         packed: dict[str, Any] = {_FIELDS[type(part)]: part.packed_struct() for part in self.parts}
-        if None in packed.values():
-            return None
         return SublayerStruct(
-            norm=self.norm.weight.data_ptr(),
-            eps=self.norm.eps,
+            **_norm_fields("norm", "eps", self.norm),
+            **_norm_fields("output_norm", "output_eps", self.output_norm),
             scale=self.scale,
             attention_input=self.attention_input,
             attention_scale=self.attention_scale,
+            input=self.input,
+            to_side=self.to_side,
+            begins=begins,
             **{name: ctypes.pointer(struct) for name, struct in packed.items()},
         )
+
+
+def _norm_fields(weight: str, eps: str, norm: NativeNorm | None) -> dict[str, Any]:
+    return {} if norm is None else {weight: norm.weight.data_ptr(), eps: norm.eps}
+
+
+_Layer = list[_Sublayer]
+"""The sublayers of a decoder layer."""
 
 
 class NativeSublayers:
     """The sublayers of a decoder.
 
     Args:
-        layers: those of each decoder layer.
-        structs: of them, one after the other.
+        layers: for each decoder layer what it may be, as many sublayers each. ``agrees`` finds out.
 
     Attributes:
-        structs: see above.
+        num_layers: decoder layers.
+        structs: of the sublayers, one after the other.
         hidden: width of what they read and give.
         width: floats of a token between the products of any of them.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[_Sublayer]], structs: Sequence[SublayerStruct]
-    ) -> None:
-        parts = _parts_of(layers)
-        self._layers, self.structs = layers, (SublayerStruct * len(structs))(*structs)
-        self._begins = [0]
-        for layer in layers:
-            self._begins.append(self._begins[-1] + len(layer))
-        self.hidden = parts[0].hidden
+    def __init__(self, layers: Sequence[Sequence[_Layer]]) -> None:
+        self._layers, self.num_layers = layers, len(layers)
+        first = [sublayer for [layer, *_] in layers for sublayer in layer]
+        structs = [
+            struct for index, [layer, *_] in enumerate(layers) for struct in _structs(index, layer)
+        ]
+        self.structs = (SublayerStruct * len(structs))(*structs)
+        self._begins = [0, *itertools.accumulate(len(layer) for [layer, *_] in layers)]
+        parts = [part for sublayer in first for part in sublayer.parts]
+        self.hidden = first[0].hidden
         self.width = max(part.width for part in parts)
         self._linears = [linear for part in parts for linear in part.linears()]
+        self._reads_embeddings = any(sublayer.input == HIDDEN_AND_EMBEDDINGS for sublayer in first)
+        self._has_side = any(sublayer.to_side for sublayer in first)
 
     @classmethod
     def of(
@@ -104,13 +176,19 @@ class NativeSublayers:
     ) -> NativeSublayers | None:
         """Of decoder layers; None: what one of them computes is not known here."""
         by_module = {**attention.by_module, **recurrence.by_module}
-        sublayers = [_sublayers_of(layer, by_module) for layer in layers]
-        structs = [sublayer.struct() for layer in sublayers for sublayer in layer]
-        packed = [struct for struct in structs if struct is not None]
-        sizes = {part.hidden for part in _parts_of(sublayers)}
-        if not all(sublayers) or len(packed) < len(structs) or len(sizes) > 1:
+        candidates = [_candidates(layer, by_module) for layer in layers]
+        sublayers = list(itertools.chain.from_iterable(itertools.chain(*candidates)))
+        sizes = {sublayer.hidden for sublayer in sublayers}
+        if not all(candidates) or len(sizes) > 1 or 0 in sizes:
             return None
-        return cls(sublayers, packed)
+        if not all(sublayer.is_packed for sublayer in sublayers):
+            return None
+        return cls(candidates)
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a decoder layer reads the rotation."""
+        begin, end = self._begins[layer], self._begins[layer + 1]
+        return any(struct.attention for struct in self.structs[begin:end])
 
     def are_hooked(self) -> bool:
         """Whether something, such as an adapter, changes what a linear computes."""
@@ -123,11 +201,16 @@ class NativeSublayers:
         batch: BatchCall,
         tokens: NativeTokenTable,
         rotation: Rotation | None,
+        embeddings: Tensor | None = None,
     ) -> Tensor:
-        """x ``[1, T, hidden]`` -> the same, through some decoder layers."""
+        """x ``[1, T, hidden]`` -> the same, through some decoder layers; embeddings ``[1, T,
+        hidden]`` of the tokens, where they are read.
+        """
         rows = float_rows(x)
         rows = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
-        normed, y = torch.empty_like(rows), torch.empty_like(rows)
+        inputs = float_rows(x if embeddings is None else embeddings)
+        normed = torch.empty(1 + self._reads_embeddings, *rows.shape)
+        y, side = torch.empty(2, *rows.shape)
         projected, mixed = torch.empty(2, len(rows) * self.width)
         rotary = None if rotation is None else batch.rotary(rotation)
         begin, end = self._begins[layers.start], self._begins[layers.stop]
@@ -136,6 +219,8 @@ class NativeSublayers:
             x=rows.data_ptr(),
             normed=normed.data_ptr(),
             y=y.data_ptr(),
+            side=side.data_ptr(),
+            embeddings=inputs.data_ptr(),
             projected=projected.data_ptr(),
             mixed=mixed.data_ptr(),
             rotary=None if rotary is None else rotary.data_ptr(),
@@ -149,17 +234,34 @@ class NativeSublayers:
         return rows.to(x.dtype).view(x.shape)
 
     def agrees(self, layer: int, x: Tensor, expected: Tensor, *arguments: Any) -> bool:
-        """Whether a decoder layer gives what its module does; arguments as of ``compute``."""
-        return is_close(self.compute(range(layer, layer + 1), x, *arguments), expected)
+        """Whether a decoder layer gives what its module does, as one of the things that it may be,
+        which it is from then on; arguments as of ``compute``.
+        """
+        begin, end = self._begins[layer], self._begins[layer + 1]
+        if self._reads_embeddings and arguments[-1] is None:
+            return False
+        for sublayers in self._layers[layer]:
+            self.structs[begin:end] = _structs(layer, sublayers)
+            if is_close(self.compute(range(layer, layer + 1), x, *arguments), expected):
+                return True
+        return False
 
 
-def _parts_of(layers: Sequence[Sequence[_Sublayer]]) -> list[_Part]:
-    return [part for layer in layers for sublayer in layer for part in sublayer.parts]
+def _structs(layer: int, sublayers: _Layer) -> list[SublayerStruct]:
+    """Those of a decoder layer."""
+    return [
+        sublayer.struct(layer if number == 0 else -1) for number, sublayer in enumerate(sublayers)
+    ]
 
 
-def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer]:
-    """Of a decoder layer: attention, recurrence or both, then an MLP, experts or both, each after a
-    norm; empty: it has other parts.
+def _candidates(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Layer]:
+    """What a decoder layer may be, by its children; empty: it has other parts."""
+    return _shared_block(layer, by_module) or _mixer_and_mlps(layer, by_module)
+
+
+def _mixer_and_mlps(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Layer]:
+    """Attention, recurrence or both, then an MLP, experts or both, with a norm of the inputs of
+    each, or of the outputs.
     """
     children = list(layer.children())
     norms = [child.forward for child in children if isinstance(child.forward, NativeNorm)]
@@ -167,8 +269,6 @@ def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer
     others = NativeMlp | NativeMixture
     mlps = _joined([child.forward for child in children if isinstance(child.forward, others)])
     kinds = [type(part) for part in mixers]
-    if any(part.num_outputs != part.hidden for part in [*mixers, *mlps]):
-        return []
     if len(kinds) > len({*kinds}) or len(mlps) > 1 or len(norms) != bool(mixers) + len(mlps):
         return []
     sublayers = [_mixing(layer, norms[0], mixers)] if mixers else []
@@ -178,7 +278,39 @@ def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer
         if scale != 1 and factor != 1:
             return []
         sublayers.append(_Sublayer(norms[-1], [mlp], scale * factor))
-    return sublayers
+    return [sublayers, [*map(_norming_outputs, sublayers)]] if sublayers else []
+
+
+def _norming_outputs(sublayer: _Sublayer) -> _Sublayer:
+    """With the norm after the parts."""
+    return replace(sublayer, norm=None, output_norm=sublayer.norm)
+
+
+def _shared_block(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Layer]:
+    """Zamba2's: a block of attention and an MLP, whose weights several layers share, reads hidden
+    states and embeddings; a linear brings what it gives to the inputs of a recurrent layer. Empty:
+    it is another one.
+    """
+    block, mamba = (getattr(layer, name, None) for name in ("shared_transformer", "mamba_decoder"))
+    if block is None or mamba is None:
+        return []
+    norms = block.input_layernorm, block.pre_ff_layernorm, mamba.input_layernorm
+    attention, recurrent = by_module.get(block.self_attn), by_module.get(mamba.mamba)
+    mlp, linear = block.feed_forward.forward, layer.linear
+    are_norms = all(isinstance(norm.forward, NativeNorm) for norm in norms)
+    if not are_norms or not isinstance(mlp, NativeMlp) or attention is None or recurrent is None:
+        return []
+    entering, between, before = (norm.forward for norm in norms)
+    leaving = _Linear(layer, "linear", linear.in_features, linear.out_features)
+    to_side: dict[str, Any] = {"input": SIDE, "to_side": True}
+    return [
+        [
+            _Sublayer(entering, [attention], input=HIDDEN_AND_EMBEDDINGS, to_side=True),
+            _Sublayer(between, [mlp], mlp.scale, **to_side),
+            _Sublayer(None, [leaving], **to_side),
+            _Sublayer(before, [recurrent], input=HIDDEN_AND_SIDE),
+        ]
+    ]
 
 
 def _mixing(layer: Any, norm: NativeNorm, mixers: list[Any]) -> _Sublayer:

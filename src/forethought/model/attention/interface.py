@@ -41,11 +41,9 @@ _CAUSAL, _UNSUPPORTED = 0, -1
 
 @dataclass(slots=True)
 class CapabilityProbe:
-    """The profiles of the layers that called attention in the probe, by layer index."""
+    """The profiles of the layers that called attention in the probe, by module, in order."""
 
-    layers: dict[int, LayerProfile] = field(default_factory=dict)
-    modules: dict[int, nn.Module] = field(default_factory=dict)
-    """Those of the same layers."""
+    layers: dict[nn.Module, LayerProfile] = field(default_factory=dict)
 
     def profile(self, num_layers: int, num_recurrent: int) -> tuple[LayerProfile, ...]:
         """The layers with attention, in order, whose modules are numbered so (``kv_index``).
@@ -58,10 +56,9 @@ class CapabilityProbe:
                 f"of its {num_layers} layers {len(self.layers)} call attention through "
                 f"transformers' attention interface, and {'one' if num_recurrent else 'all'} must"
             )
-        indices = sorted(self.layers)
-        for kv_index, index in enumerate(indices):
-            self.modules[index].kv_index = kv_index  # type: ignore[assignment]
-        return tuple(self.layers[index] for index in indices)
+        for kv_index, module in enumerate(self.layers):
+            module.kv_index = kv_index  # type: ignore[assignment]
+        return tuple(self.layers.values())
 
 
 def attend(
@@ -104,16 +101,15 @@ def probe(
     )
     if unknown:
         raise _refusal(f"its attention takes {', '.join(unknown)}, which no backend supports")
-    layer = getattr(module, "layer_idx", None)
-    if layer is None or layer in capability_probe.layers or attention_mask is None:
+    has_index = getattr(module, "layer_idx", None) is not None
+    if not has_index or module in capability_probe.layers or attention_mask is None:
         raise _refusal(
             "its attention layers do not each call attention once, with their index and mask"
         )
     window = int(attention_mask.flatten()[0])
     if window == _UNSUPPORTED or attention_mask.dtype != torch.int64:
         raise _refusal("its attention mask is neither causal nor a sliding window")
-    capability_probe.modules[layer] = module
-    capability_probe.layers[layer] = LayerProfile(
+    capability_probe.layers[module] = LayerProfile(
         shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
         heads=query.shape[1],
         window=None if window == _CAUSAL else window,

@@ -201,13 +201,24 @@ class ChainDecoder {
     // As forward().
     int32_t compute(int32_t step, const Call& call) {
         if (!target.decoder) return forward(&target, &call);
-        if (step == 0) return module.compute(call, steps.known_states);
-        std::vector<TokenState> states(going.size()); // a token of each row, which has no drafts
-        for (size_t r = 0; r < going.size(); r++) {
-            states[r].before = going[r].row->after[step - 1];
-            states[r].after = going[r].row->after[step];
-        }
+        std::vector<TokenState> states;
+        for (const Going& sequence : going) add_states(step, sequence, states);
         return module.compute(call, states.data());
+    }
+
+    // Of the known tokens that a step computes, and of the drafted ones, which a step of its own
+    // would compute from the state after the token before.
+    void add_states(int32_t step, const Going& sequence, std::vector<TokenState>& states) const {
+        float* const* after = sequence.row->after + sequence.position - sequence.row->position;
+        if (step == 0) {
+            const TokenState* known = steps.known_states;
+            for (int32_t r = 0; r < sequence.number; r++) known += steps.rows[r].num_known;
+            states.insert(states.end(), known, known + sequence.row->num_known);
+        } else {
+            states.push_back({after[-1], after[0], 0});
+        }
+        for (size_t i = 1; i <= sequence.drafted.size(); i++)
+            states.push_back({after[i - 1], after[i], 0});
     }
 
     // Accept tokens of all rows, whose logits are one after the other; those that go on stay.

@@ -515,8 +515,7 @@ void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t n
 // y [tokens, hidden]; `rows`: [tokens, width], overwritten. Without x it has what the products of x
 // are; without y its first `inner` columns are what `down` is to be multiplied by.
 void mlp(const Mlp* w, const float* x, int32_t tokens, float* rows, float* y, int32_t num_threads) {
-    const int64_t widest = larger(w->hidden, w->inner);
-    Memory memory(x || y ? tiles_size(tokens, widest, num_threads) : 0);
+    Memory memory(x || y ? tiles_size(tokens, widest_input(*w), num_threads) : 0);
     Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         run_mlp(*w, x, tokens, rows, y, {index, count, (uint16_t*)memory.begin, barrier});

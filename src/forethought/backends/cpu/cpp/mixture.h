@@ -33,7 +33,7 @@ struct MixtureScratch {
 
 // The widest input of its products, but for those of experts.
 static int64_t widest_input(const Mixture& w) {
-    return w.shared ? larger(w.hidden, w.shared->inner) : w.hidden;
+    return w.shared ? larger(w.hidden, widest_input(*w.shared)) : w.hidden;
 }
 
 // call.y = what call.x gives; memory: MixtureScratch::size floats. Ends with a barrier.

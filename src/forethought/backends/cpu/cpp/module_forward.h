@@ -31,9 +31,11 @@ class ModuleForward {
         for (int r = 0; r < batch.num_rows; r++) begins.push_back(int32_t(batch.rows[r].start));
         begins.push_back(batch.num_tokens);
         const ModuleDecoder& w = *model.decoder;
-        SublayersCall call = {w.sublayers, nullptr,       nullptr,         nullptr,
-                              nullptr,     nullptr,       w.rotary,        &batch,
-                              states,      begins.data(), w.num_sublayers, model.hidden};
+        SublayersCall call = {};
+        call.sublayers = w.sublayers, call.num_sublayers = w.num_sublayers;
+        call.rotary = w.rotary, call.batch = &batch, call.hidden = model.hidden;
+        call.states = batch.states;
+        call.tokens = states, call.rows = begins.data();
         float* mixture = place(call);
         uint16_t* tiles = (uint16_t*)(mixture + round_up(mixture_size(call)));
         Team::run(batch.num_threads, [&](int index, int count, Barrier& barrier) {
@@ -50,14 +52,26 @@ class ModuleForward {
     // Set where `call` computes; returns the memory of mixtures, which that of tiles follows.
     float* place(SublayersCall& call) {
         const Call& batch = *call.batch;
-        const int64_t tokens = batch.num_tokens, width = tokens * model.decoder->width;
-        const int64_t states = round_up(tokens * model.hidden), rows = round_up(width);
-        const int64_t size = 3 * states + 2 * rows + round_up(mixture_size(call)) +
+        const ModuleDecoder& w = *model.decoder;
+        const bool with_embeddings = reads_embeddings(w.sublayers, w.num_sublayers);
+        const bool with_side = has_side_states(w.sublayers, w.num_sublayers);
+        const int64_t tokens = batch.num_tokens, states = round_up(tokens * model.hidden);
+        const int64_t rows = round_up(tokens * w.width);
+        const int64_t size = (3 + 2 * with_embeddings + with_side) * states + 2 * rows +
+                             round_up(mixture_size(call)) +
                              tiles_size(tokens, widest_input(call), batch.num_threads);
         if (size > memory.size) memory = Memory(size);
-        call.x = memory.begin, call.normed = call.x + states, call.y = call.normed + states;
-        call.projected = call.y + states, call.mixed = call.projected + rows;
-        return call.mixed + rows;
+        float* next = memory.begin;
+        const auto take = [&](int64_t count) {
+            next += count;
+            return next - count;
+        };
+        call.x = take(states), call.y = take(states);
+        call.normed = take((1 + with_embeddings) * states);
+        if (with_embeddings) call.embeddings = take(states);
+        if (with_side) call.side = take(states);
+        call.projected = take(rows), call.mixed = take(rows);
+        return next;
     }
 
     // What one thread does. Sums and norms of a token are those of one thread, without a barrier.
@@ -67,13 +81,19 @@ class ModuleForward {
         const Share share = thread.share(batch.num_tokens);
         for (int64_t t = share.begin; t < share.end; t++)
             embed(batch.token_ids[t], call.x + t * hidden);
-        Sublayers(call, mixture, thread).run();
-        for (int64_t t = share.begin; t < share.end; t++) {
-            float* x = call.x + t * hidden;
-            round(x, hidden);
-            norm(x, model.final_norm, int(hidden), model.eps, x);
-            round(x, hidden);
+        if (call.embeddings) {
+            const int64_t begin = share.begin * hidden, count = (share.end - share.begin) * hidden;
+            memcpy(call.embeddings + begin, call.x + begin, count * 4);
         }
+        Sublayers(call, mixture, thread).run();
+        float* x = call.x + share.begin * hidden;
+        const int64_t count = (share.end - share.begin) * hidden;
+        round(x, count);
+        keep_state(call, model.num_layers, share);
+        for (int64_t i = 0; i < count; i += hidden)
+            norm(x + i, model.final_norm, int(hidden), model.eps, x + i);
+        round(x, count);
+        keep_state(call, model.num_layers + 1, share);
         thread.wait();
         if (thread.index == 0)
             for (int64_t r = 0; r < batch.num_logits; r++) // they rise, so none is overwritten

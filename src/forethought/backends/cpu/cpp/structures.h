@@ -238,9 +238,8 @@ struct ChainRow {
     const Sampling* sampling; // null: each token is the most probable one
     int64_t seed, sample;     // of its uniform samples
     const void* adapter;      // as of Call
-    float* const*
-        after; // [num_steps]: where the states of recurrent layers go that a step leaves; of
-               // a target with ModuleDecoder
+    float* const* after;      // where the states of recurrent layers go after the last known token
+                              // and all that may be stored after it; of a target with ModuleDecoder
 };
 
 // Hidden states of the target, as a draft module reads them.
@@ -330,34 +329,48 @@ struct RecurrentCall {
     int32_t stage; // where the caller multiplies: up to the late products, or from there on
 };
 
-// The attention of a module that torch runs otherwise; see attention_layer.h. The projections of a
-// token are the outputs of `enter`, beside each other.
+// One of the products that enter a layer; see projections.h.
+struct Projection {
+    Linear weight;
+    const float* norm; // [norm_size], of its first outputs, which are normed; or null
+    int32_t source;    // the first projection that it reads; -1: the layer's inputs
+    int32_t begin;     // of its outputs among the projections
+    int32_t adds;      // to what is there
+    int32_t norm_size;
+    float eps;
+};
+
+// The attention of a module that torch runs otherwise; see attention_layer.h.
 struct ModuleAttention {
-    const Model* model;   // of one layer: heads, norms, window, scale; `hidden`: its widest input
-    const Linear* enter;  // [num_enter]; null where the caller multiplies
-    const Linear* out;    // the same
-    const int32_t* at;    // [heads, of keys and values too]: where each begins
+    const Model* model; // of one layer: heads, norms, window, scale; `hidden`: its widest input
+    const Projection* enter; // [num_enter]; null where the caller multiplies
+    const Linear* out;       // the same
+    const int32_t* at;       // [heads, of keys and values too]: where each begins
+    const int32_t* tails; // the same, of dimensions from `split` on; null: they follow the others
     const int32_t* gates; // [num_heads]: where the gates of a head's outputs begin; null: none
     int32_t num_enter, width, num_inputs, num_outputs;
     int32_t index; // of its keys and values in a call
+    int32_t split;
+    int32_t value_dim; // of values, which zeros follow up to the width of keys
     float key_scale;
 };
 
 struct ModuleAttentionCall {
     const float* x;      // [T, num_inputs]; null: `projected` is given
     float* projected;    // [T, width]
-    float* mixed;        // [T, hidden], written: outputs of heads, and what pads them
+    float* mixed;        // [T, hidden], written: outputs of heads, `value_dim` of each
     float* y;            // [T, num_outputs], written; null: `mixed` is the result
     const float* rotary; // [T, 2, rotary_dim], as of Layer; null: nothing is rotated
     const Call* batch;   // whose positions are rows of `rotary`
 };
 
-// y = down(act(gate(x)) * up(x)), or down(act(up(x))). Weights may be null where the caller multiplies.
+// y = down(act(gate(x)) * up(x)), or down(act(up(x))), where gate and up are the first projections.
 struct Mlp {
-    Linear gate; // or null; its outputs may be followed by those of `up`, which is null then
-    Linear up, down;
-    int32_t activation, hidden, inner;
-    int32_t width;    // of a row of activations: twice `inner` where there is a gate
+    const Projection* enter; // [num_enter]; null where the caller multiplies
+    Linear down;             // the same
+    int32_t num_enter, activation, hidden, inner;
+    int32_t width; // of a row of projections
+    int32_t has_gate;
     float gate_scale; // of the outputs of `gate`
 };
 
@@ -377,28 +390,41 @@ struct MixtureCall {
     int32_t num_tokens, num_threads;
 };
 
-// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these; or
-// x += scale * recurrent(y) + attention_scale * attention(attention_input * y), where y = norm(x).
+// What a sublayer reads: the hidden states x, the side states, the sum of both, or x and after it
+// the embeddings of the tokens. Side states are those that sublayers hand to others without x.
+enum SublayerInput { HIDDEN = 0, SIDE = 1, HIDDEN_AND_SIDE = 2, HIDDEN_AND_EMBEDDINGS = 3 };
+
+// What a decoder adds to its hidden states: x += output_norm(scale * f(norm(input))), where f is one
+// of these, or scale * recurrent(y) + attention_scale * attention(attention_input * y), where
+// y = norm(input). Or side states, which that is then.
 struct Sublayer {
-    const float* norm; // [hidden]
+    const float* norm;        // of the input, [hidden] or twice that; null: there is none
+    const float* output_norm; // [hidden]; null: there is none
     const ModuleAttention* attention;
     const Recurrent* recurrent;
     const Mlp* mlp;
     const Mixture* mixture;
-    float eps, scale;
+    const Linear* linear;
+    float eps, output_eps, scale;
     float attention_input, attention_scale; // beside a recurrent layer
+    int32_t input;                          // enum SublayerInput
+    int32_t to_side;
+    int32_t begins; // the decoder layer that begins with it; -1: none does
 };
 
 // Consecutive sublayers over a batch; see sublayers.h.
 struct SublayersCall {
     const Sublayer* sublayers;
     float* x;                 // [T, hidden], overwritten
-    float* normed;            // [T, hidden]
+    float* normed;            // [T, hidden], or twice that where a sublayer reads embeddings
     float* y;                 // [T, hidden]
+    float* side;              // [T, hidden], where there are side states
+    float* embeddings;        // [T, hidden], where they are read
     float* projected;         // [T, widest]: of any of them, see its structure
     float* mixed;             // the same
     const float* rotary;      // as of ModuleAttentionCall
-    const Call* batch;        // the same; also where there is no attention
+    float* const* states;     // as of Call, of what enters layers; null: they are not wanted
+    const Call* batch;        // as of ModuleAttentionCall; also where there is no attention
     const TokenState* tokens; // as of RecurrentCall
     const int32_t* rows;      // the same
     int32_t num_sublayers, hidden;

@@ -10,7 +10,17 @@
 #include "recurrent.h"
 #include "structures.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+
+// Hand out the hidden states of some tokens, where those of a layer are wanted.
+static void keep_state(const SublayersCall& call, int layer, Share share) {
+    float* to = call.states[layer];
+    if (!to) return;
+    const int64_t begin = share.begin * int64_t(call.hidden);
+    memcpy(to + begin, call.x + begin, (share.end - share.begin) * int64_t(call.hidden) * 4);
+}
 
 class Sublayers {
   public:
@@ -23,14 +33,17 @@ class Sublayers {
         const Share share = thread.share(tokens); // whose norms and sums are this thread's
         for (int i = 0; i < call.num_sublayers; i++) {
             const Sublayer& w = call.sublayers[i];
-            for (int64_t at = share.begin * hidden; at < share.end * hidden; at += hidden)
-                norm(call.x + at, w.norm, int(hidden), w.eps, call.normed + at);
+            if (call.states && w.begins >= 0) keep_state(call, w.begins, share);
+            for (int64_t t = share.begin; t < share.end; t++) enter(w, t);
             thread.wait();
-            compute(w);
+            float* y = w.to_side ? call.side : call.y;
+            compute(w, y);
             thread.wait();
-            if (w.scale != 1) scale(share, w.scale, call.y);
-            if (w.recurrent && w.attention) add(share, call.normed, call.y);
-            add(share, call.y, call.x);
+            if (w.scale != 1) scale(share, w.scale, y);
+            if (w.recurrent && w.attention) add(share, call.normed, y);
+            for (int64_t t = share.begin; w.output_norm && t < share.end; t++)
+                norm(y + t * hidden, w.output_norm, hidden, w.output_eps, y + t * hidden);
+            if (!w.to_side) add(share, y, call.x);
         }
     }
 
@@ -41,29 +54,45 @@ class Sublayers {
     const int tokens;
     const int64_t hidden;
 
-    // call.y = what is added to call.x, but for a factor, and for attention beside a recurrent
+    // call.normed = the normed input of a token.
+    void enter(const Sublayer& w, int64_t t) const {
+        const int64_t width = w.input == HIDDEN_AND_EMBEDDINGS ? 2 * hidden : hidden;
+        const float* x = (w.input == SIDE ? call.side : call.x) + t * hidden;
+        float* y = call.normed + t * width;
+        if (w.input == HIDDEN && w.norm) return norm(x, w.norm, hidden, w.eps, y);
+        memcpy(y, x, hidden * 4);
+        if (w.input == HIDDEN_AND_SIDE)
+            for (int64_t i = 0; i < hidden; i++) y[i] += call.side[t * hidden + i];
+        if (w.input == HIDDEN_AND_EMBEDDINGS)
+            memcpy(y + hidden, call.embeddings + t * hidden, hidden * 4);
+        if (w.norm) norm(y, w.norm, width, w.eps, y);
+    }
+
+    // y = what is added to call.x, but for a factor and a norm, and for attention beside a recurrent
     // layer, which goes to call.normed.
-    void compute(const Sublayer& w) const {
+    void compute(const Sublayer& w, float* y) const {
         if (w.recurrent && w.attention) {
-            recur(w);
+            recur(w, y);
             thread.wait();
             attend_beside(w);
         } else if (w.attention)
-            attend(w, call.y);
+            attend(w, y);
         else if (w.recurrent)
-            recur(w);
+            recur(w, y);
         else if (w.mixture)
             run_mixture(
-                *w.mixture, {call.normed, call.y, nullptr, nullptr, tokens, thread.count}, memory,
+                *w.mixture, {call.normed, y, nullptr, nullptr, tokens, thread.count}, memory,
                 thread);
+        else if (w.mlp)
+            run_mlp(*w.mlp, call.normed, tokens, call.projected, y, thread);
         else
-            run_mlp(*w.mlp, call.normed, tokens, call.projected, call.y, thread);
+            product(*w.linear, {call.normed, hidden, nullptr}, tokens, y, hidden, false, thread);
     }
 
-    void recur(const Sublayer& w) const {
+    void recur(const Sublayer& w, float* y) const {
         run_recurrent(
             *w.recurrent,
-            {call.normed, call.projected, call.mixed, call.y, call.tokens, call.rows, tokens,
+            {call.normed, call.projected, call.mixed, y, call.tokens, call.rows, tokens,
              call.batch->num_rows, thread.count},
             thread);
     }
@@ -105,10 +134,21 @@ static int64_t widest_input(const SublayersCall& call) {
             for (int product = 0; product < w.recurrent->num_enter; product++)
                 widest = larger(widest, w.recurrent->enter[product].num_inputs);
         }
-        if (w.mlp) widest = larger(widest, w.mlp->inner);
+        if (w.mlp) widest = larger(widest, widest_input(*w.mlp));
         if (w.mixture) widest = larger(widest, widest_input(*w.mixture));
     }
     return widest;
+}
+
+// Whether a sublayer reads the embeddings of tokens, and whether one leaves side states.
+static bool reads_embeddings(const Sublayer* sublayers, int count) {
+    return std::any_of(sublayers, sublayers + count, [](const Sublayer& w) {
+        return w.input == HIDDEN_AND_EMBEDDINGS;
+    });
+}
+
+static bool has_side_states(const Sublayer* sublayers, int count) {
+    return std::any_of(sublayers, sublayers + count, [](const Sublayer& w) { return w.to_side; });
 }
 
 // Floats that mixtures compute in.

@@ -432,16 +432,6 @@ static void product(
         product_with(*part, input, y, ldy, add, thread);
 }
 
-// y [T, width] = the products of x with several weights, beside each other. Ends with a barrier.
-static void products(
-    const Linear* weights, int count, const Input& x, int tokens, float* y, int64_t width,
-    Thread thread) {
-    for (int i = 0; i < count; y += weights[i++].num_outputs) {
-        product(weights[i], x, tokens, y, width, false, thread);
-        thread.wait(); // the next product rounds its inputs where this one reads them
-    }
-}
-
 static inline Vec activate(Vec x, int activation) {
     if (activation == SILU) return x / (1.0f + exp(-x));
     if (activation == RELU_SQUARED) return x > 0 ? x * x : Vec{};
