@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forethought.backends.cpu import library, weights
-from forethought.backends.cpu.weights import PackedLinear
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.gguf.block_type import BlockType
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.quantization import QuantizedLinear, product

@@ -11,7 +11,7 @@ import models
 from engines import drain, engine_over, expect_empty, outputs
 from forethought import LLM, SamplingParams
 from forethought.backends.cpu import library
-from forethought.backends.cpu.weights import PackedLinear
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
 from forethought.errors import ModelError
 from forethought.model import loader

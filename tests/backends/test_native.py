@@ -19,7 +19,7 @@ from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.backend import CpuBackend
 from forethought.backends.cpu.network import NativeNetwork
-from forethought.backends.cpu.weights import PackedLinear
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
 from forethought.errors import ModelError
 from forethought.kv.pool import PagePool

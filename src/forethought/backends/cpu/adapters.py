@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from forethought.backends.cpu.packed_linear import PANEL, PackedLinear
 from forethought.backends.cpu.structures import AdapterLayerStruct, LowRankStruct
-from forethought.backends.cpu.weights import PANEL, PackedLinear
 from forethought.model.adapter import LowRank
 from forethought.model.batch import Span
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forethought.backends.cpu.forward import NativeForward
 from forethought.backends.cpu.norms import norm_rows
-from forethought.backends.cpu.weights import PackedLinear
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.model.attention.base import ForwardPass
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.backends.cpu.structures import BeamsStruct, LinearStruct
-from forethought.backends.cpu.weights import PackedLinear
 from forethought.model.device import native_threads
 from forethought.speculative.drafters.redrafter import Beams, first_beams
 from forethought.speculative.heads.medusa import MedusaHeads, RankedTokens, linears_of

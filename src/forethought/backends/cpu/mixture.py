@@ -21,9 +21,9 @@ from forethought.backends.cpu.module_parts import (
     float_rows,
     trial_input,
 )
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.backends.cpu.router import NAMES, NativeRouter
 from forethought.backends.cpu.structures import MixtureCallStruct, MixtureStruct
-from forethought.backends.cpu.weights import PackedLinear
 from forethought.model.device import native_threads
 
 SHARED = {"shared_expert": "shared_expert_gate", "shared_experts": None}

@@ -16,16 +16,9 @@ from torch import Tensor
 from forethought.backends.cpu.draft_network import NativeDraftNetwork, NativeEntry
 from forethought.backends.cpu.forward import NativeForward, Wanted
 from forethought.backends.cpu.norms import norm_eps, norm_weight
+from forethought.backends.cpu.packed_linear import TYPES, PackedLinear, address
 from forethought.backends.cpu.structures import JoinStruct, LayerStruct, ModelStruct
-from forethought.backends.cpu.weights import (
-    ACTIVATIONS,
-    MAX_GROUP,
-    MAX_HEAD_DIM,
-    TYPES,
-    PackedLayer,
-    PackedLinear,
-    address,
-)
+from forethought.backends.cpu.weights import ACTIVATIONS, MAX_GROUP, MAX_HEAD_DIM, PackedLayer
 from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass
 from forethought.speculative.heads.module_parts import ModuleParts

@@ -18,10 +18,10 @@ from typing_extensions import override
 from forethought.backends.cpu.attention import NativeAttention
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted, check_known
 from forethought.backends.cpu.module_parts import NativeEmbedding, NativeLinear, NativeNorm
+from forethought.backends.cpu.packed_linear import TYPES, PackedLinear
 from forethought.backends.cpu.recurrent import NativeTokenTable
 from forethought.backends.cpu.structures import ModelStruct, ModuleDecoderStruct
 from forethought.backends.cpu.sublayers import NativeSublayers
-from forethought.backends.cpu.weights import TYPES, PackedLinear
 from forethought.kv.pool import PagePool
 from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.table import PageTable

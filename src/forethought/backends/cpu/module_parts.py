@@ -20,13 +20,14 @@ from typing_extensions import override
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.norms import norm_rows
+from forethought.backends.cpu.packed_linear import TYPES, PackedLinear, stored_refusal
 from forethought.backends.cpu.projections import (
     Projection,
     Projections,
     low_rank_projections,
 )
 from forethought.backends.cpu.structures import ExpertsCallStruct, MlpStruct
-from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, stored_refusal
+from forethought.backends.cpu.weights import PackedExperts
 from forethought.model.device import native_threads
 from forethought.model.quantization import QuantizedLinear, SharedWeights
 from forethought.model.quantized_experts import QuantizedExperts, weights_of

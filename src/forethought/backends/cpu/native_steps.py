@@ -17,6 +17,7 @@ from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.packed_linear import TYPES
 from forethought.backends.cpu.sampler import packed_sampling
 from forethought.backends.cpu.structures import (
     ChainRowStruct,
@@ -24,7 +25,6 @@ from forethought.backends.cpu.structures import (
     TargetStatesStruct,
     TokenStateStruct,
 )
-from forethought.backends.cpu.weights import TYPES
 from forethought.config.sampling import SamplingParams
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.batch import Batch

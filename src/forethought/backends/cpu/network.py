@@ -20,14 +20,9 @@ from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_toke
 from forethought.backends.cpu.layer_window import LayerWindow
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.norms import norm_eps, norm_weight
+from forethought.backends.cpu.packed_linear import TYPES, PackedLinear
 from forethought.backends.cpu.structures import LayerStruct, ModelStruct
-from forethought.backends.cpu.weights import (
-    ACTIVATIONS,
-    TYPES,
-    PackedLayer,
-    PackedLinear,
-    rotary_tables,
-)
+from forethought.backends.cpu.weights import ACTIVATIONS, PackedLayer, rotary_tables
 from forethought.model.adapter import Adapter, layer_additions
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch

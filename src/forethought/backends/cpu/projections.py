@@ -20,7 +20,7 @@ from forethought.backends.cpu.structures import ProjectionStruct
 
 if TYPE_CHECKING:
     from forethought.backends.cpu.module_parts import NativeNorm
-    from forethought.backends.cpu.weights import PackedLinear
+    from forethought.backends.cpu.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.module_parts import float_rows
+from forethought.backends.cpu.packed_linear import PackedLinear
 from forethought.backends.cpu.structures import ExpertsStruct, RouteCallStruct
-from forethought.backends.cpu.weights import PackedLinear
 from forethought.model.device import native_threads
 from forethought.model.tolerance import is_close
 
