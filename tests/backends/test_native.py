@@ -16,7 +16,7 @@ import torch
 
 import models
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
-from forethought.backends.cpu import library, weights
+from forethought.backends.cpu import library, packed_linear, weights
 from forethought.backends.cpu.backend import CpuBackend
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.packed_linear import PackedLinear
@@ -614,8 +614,8 @@ def test_weights_that_bf16_holds_exactly_take_half_and_change_no_bit(monkeypatch
     config = loader.load(models.tiny("qwen3")).config
     models.save_random(config, tmp_path / "rounded", dtype=torch.bfloat16)
     found, sizes = [], []
-    for stored in (weights._as_stored, lambda weight: weight):
-        monkeypatch.setattr(weights, "_as_stored", stored)
+    for stored in (packed_linear._as_stored, lambda weight: weight):
+        monkeypatch.setattr(packed_linear, "_as_stored", stored)
         lm = loader.load(tmp_path / "rounded", dtype="float32", forward="native")
         found.append(torch.cat([logits(lm, size) for size in (1, 45)]))
         sizes.append(lm.network.head.num_bytes)
