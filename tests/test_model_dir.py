@@ -210,6 +210,21 @@ def test_what_can_be_no_hub_id_is_refused_without_asking(name: str) -> None:
         find_model_dir(name)
 
 
+def test_a_gguf_file_that_is_not_there_is_no_name_of_the_hub() -> None:
+    with pytest.raises(ModelError, match=r"no model at models/x\.gguf: there is no such file"):
+        find_model_dir("models/x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("smolm2", "smollm2"), ("countdwn", "forethought/countdown")]
+)
+def test_a_misspelt_model_of_a_package_is_named(
+    hub: HubServer, tmp_path: Path, name: str, meant: str
+) -> None:
+    assert f"Give {meant}, if you mean that" in find(hub.environment(tmp_path), name)
+    assert "if you mean that" not in find(hub.environment(tmp_path), "org/other")
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the Hub, which the suite may not ask."""

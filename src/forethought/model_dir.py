@@ -9,6 +9,7 @@ directory of each. That of a GGUF file is a view of it (``gguf/view.py``).
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -86,6 +87,12 @@ def find_model_dir(
     view = gguf_names.named_view(str(model), revision)
     if view is not None:
         return view
+    if path.suffix == gguf_names.SUFFIX:
+        raise ModelError(
+            f"no model at {model}",
+            "there is no such file",
+            "Check the path, or write user/repository:QUANTISATION for a file of the Hub",
+        )
     if not _HUB_ID.fullmatch(str(model)):
         raise ModelError(
             f"no model at {model}",
@@ -93,12 +100,24 @@ def find_model_dir(
             "Give a local Hugging Face directory, or a Hub id such as Qwen/Qwen3-0.6B",
         )
     patterns = [*_TEXTS, *(_SAFETENSORS if weights else ()), *(("*.py",) if code else ())]
-    directory = hub.download(str(model), revision, patterns, _LEFT_OUT)
+    try:
+        directory = hub.download(str(model), revision, patterns, _LEFT_OUT)
+    except ModelError as error:
+        if similar := _similar_name(str(model)):
+            raise ModelError(error.what, error.why, f"Give {similar}, if you mean that") from error
+        raise
     if weights and not any(directory.glob("*.safetensors")):
         directory = hub.download(str(model), revision, [*patterns, *_OTHER_WEIGHTS], _LEFT_OUT)
     if weights and not any(directory.glob("*config.json")):
         raise _without_config(str(model), revision)
     return directory
+
+
+def _similar_name(name: str) -> str:
+    """The model of an installed package that is nearly called ``name``; empty: none is."""
+    known = {full.rpartition("/")[2]: full for full in (*gguf_names.PACKAGES, *assets.names())}
+    close = difflib.get_close_matches(name, known, n=1)
+    return known[close[0]] if close else ""
 
 
 def _without_config(name: str, revision: str | None) -> ModelError:

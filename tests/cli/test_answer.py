@@ -4,7 +4,7 @@ import pytest
 
 from forethought.cli.backend import Answer, Respondent
 from forethought.errors import TaskError
-from forethought.outputs import Usage
+from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding import (
     Controller,
     Delta,
@@ -88,3 +88,17 @@ def test_one_token_is_no_plural():
     assert one.summary().startswith("1 token in 0.50 s")
     two = Answer(ScaffoldingOutput("ab", [1, 2], finish_reason="stop"), Usage(decoded=2), 0.5)
     assert two.summary().startswith("2 tokens in 0.50 s")
+
+
+def test_the_speed_stands_beside_the_tokens_that_it_counts():
+    vote = Answer(ScaffoldingOutput("a", [1] * 10, finish_reason="stop"), Usage(decoded=80), 2.0)
+    assert vote.summary().startswith("10 tokens of 80 generated in 2.00 s (40 tokens/s)")
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_few_tokens_per_step_are_explained_where_goodput_control_chose_them(pays):
+    output = ScaffoldingOutput("a", [1] * 10, finish_reason="stop")
+    metrics = SpeculationMetrics(steps=10, drafted=2)
+    answer = Answer(output, Usage(decoded=10), 1.0, metrics, pays)
+    why = " (drafts only where they pay)" if pays else ""
+    assert answer.summary().endswith(f", 1.0 tokens per step{why}, finished by stop")

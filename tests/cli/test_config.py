@@ -221,5 +221,7 @@ def test_the_summary_tells_tokens_per_step_only_where_there_were_drafts(capsys):
     common = ["generate", "Tom has 3 pens. He buys 4 more.", "--max-tokens", "60"]
     assert main(common) == 0
     assert "per step" not in capsys.readouterr().err
-    assert main([*common, "--speculative", "ngram"]) == 0
+    assert main([*common, "--speculative", "ngram", "--max-draft-len", "3"]) == 0
     assert " tokens per step, finished by " in capsys.readouterr().err
+    assert main([*common, "--speculative", "ngram"]) == 0
+    assert " tokens per step (drafts only where they pay), " in capsys.readouterr().err

@@ -189,3 +189,20 @@ def test_python_dash_m_is_the_same_command():
 def test_an_unknown_engine_argument_is_refused_with_its_equivalent(capsys, option, fix):
     assert cli.main(["chat", option]) == 2
     assert fix in capsys.readouterr().err
+
+
+def test_a_method_of_ones_own_may_be_in_the_current_directory(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_method.py").write_text(
+        "from forethought.scaffolding import NativeGenerationController\n\n\n"
+        "class Mine(NativeGenerationController):\n"
+        '    """A method in a file beside me."""\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    path = [entry for entry in sys.path if entry]  # the program has no current directory there
+    monkeypatch.setattr(sys, "path", path.copy())
+    monkeypatch.delitem(sys.modules, "own_method", raising=False)
+    assert cli.main(["methods", "own_method:Mine"]) == 0
+    assert "A method in a file beside me." in capsys.readouterr().out
+    assert sys.path == path, "another command may run elsewhere"
+    assert cli.main(["methods", "own_methods:Mine"]) == 2
+    assert "in the current directory" in one_line(capsys)

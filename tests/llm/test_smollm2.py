@@ -23,6 +23,7 @@ from forethought.config.drafters import (
 from forethought.config.sampling import GuidedDecodingParams
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.model.checkpoint_tensors import GgufTensors
+from forethought.model_dir import gguf_files
 from forethought.scaffolding import Budget, EngineWorker, NativeGenerationController, ScaffoldingLlm
 from forethought.server.backends.engine_backend import EngineBackend
 from http_servers import Served, eventually, served
@@ -123,6 +124,14 @@ def test_no_more_of_the_file_is_in_memory_than_was_read_last() -> None:
     again = GgufTensors(smollm2().model_dir, rounds_input=False)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(blocks[name].blocks, again.read([name], torch.float32)[name].blocks)
+
+
+def test_the_log_names_the_file_and_not_its_view(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "forethought")
+    with LLM("smollm2", num_threads=1) as llm:
+        [file] = gguf_files(llm.model_dir) or ()
+    assert file.suffix == ".gguf"
+    assert any(line.startswith(f"{file} on cpu, ") for line in caplog.messages)
 
 
 def test_it_answers_as_transformers_does_with_the_same_weights() -> None:

@@ -169,6 +169,19 @@ def test_a_method_of_the_owners_is_named_only_where_the_owner_has_allowed_it() -
         build("compute_optimal", {"policy": policy})
 
 
+class Undeclared(NativeGenerationController):
+    """A method of the server's owner, a parameter of which has no type."""
+
+    def __init__(self, samples=4) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+
+
+def test_a_parameter_without_a_type_is_refused_with_how_to_declare_it() -> None:
+    name = f"{__name__}:Undeclared"
+    with pytest.raises(ParameterError, match=r"its type is not declared\. Annotate the parameter"):
+        build(name, {"samples": 6}, methods.closed([name]))
+
+
 def test_an_allowed_method_that_there_is_not_is_refused_at_the_start() -> None:
     with pytest.raises(UsageError, match="cannot load method 'nowhere:Thing'"):
         Settings(allowed_methods=["nowhere:Thing"])

@@ -151,7 +151,9 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
         ModelError, match=r"wrong shape for 1\.1\.weight \[101, 33\], not \[101, 32"
     ):
         load(write(tmp_path / "c", wrong, config))
-    with pytest.raises(ModelError, match=r"lacks 0\.0\.weight"):
+    with pytest.raises(ModelError, match="Give a head that was trained for this model"):
+        MedusaHeads.load(tmp_path / "c", HIDDEN, VOCAB)
+    with pytest.raises(ModelError, match=r"lacks 0\.0\.weight.*a head of this kind"):
         load(write(tmp_path / "d", {"something.else": torch.ones(2)}, config))
     with pytest.raises(ModelError, match="have 101 tokens, the target has 100"):
         MedusaHeads.load(write(tmp_path / "e", tensors, config), HIDDEN, 100)

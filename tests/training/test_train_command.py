@@ -151,7 +151,7 @@ def test_the_embedded_reasoner_writes_no_prompts(
     ("more", "said"),
     [
         (["--held-out", "0"], "0 held-out texts"),
-        (["--held-out", "7"], "there are 12 texts in all"),
+        (["--held-out", "7"], "Hold out at least 1 and at most half of them (--held-out)"),
         (["--steps", "0"], "steps"),
         (["--seed", "-1"], "seed"),
         (["--dtype", "float8"], "--dtype"),

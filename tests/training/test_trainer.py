@@ -109,7 +109,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, pau
 def test_a_run_goes_on_only_with_the_settings_that_it_began_with(tmp_path: Path) -> None:
     make(tmp_path).run(until=5)
     make(tmp_path, SETTINGS.model_copy(update={"check_every": 3, "log_every": 1}))
-    with pytest.raises(ParameterError, match=r"has another rate: 0\.05, not 0\.1"):
+    with pytest.raises(ParameterError, match=r"its rate was 0\.05, and now 0\.1 is given"):
         make(tmp_path, SETTINGS.model_copy(update={"rate": 0.1}))
 
 

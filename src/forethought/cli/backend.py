@@ -53,6 +53,8 @@ class Answer:
     seconds: float
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     """Speculation of everything that was run for it; empty for a server."""
+    drafts_where_they_pay: bool = False
+    """Whether goodput control chose how long drafts were."""
 
     @property
     def text(self) -> str:
@@ -66,16 +68,15 @@ class Answer:
         return self.usage.completion_tokens if tokens is None else len(tokens)
 
     def summary(self) -> str:
-        """One line: tokens, seconds, speed, tokens generated beside the answer, and acceptance."""
+        """One line: tokens of the answer and of all that was generated, seconds, acceptance."""
         speed = self.usage.decoded / self.seconds if self.seconds else 0.0
-        line = (
-            f"{count_of(self.token_count, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
-        )
-        beside = self.usage.decoded - self.token_count
-        if beside > 0:
-            line += f", {self.usage.decoded} generated in all"
+        line = count_of(self.token_count, "token")
+        if self.usage.decoded > self.token_count:
+            line += f" of {self.usage.decoded} generated"
+        line += f" in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
         if self.metrics.drafted:
             line += f", {self.metrics.mean_acceptance_length:.1f} tokens per step"
+            line += " (drafts only where they pay)" if self.drafts_where_they_pay else ""
         if self.metrics.synthetic:
             line += " (synthetic acceptance)"
         elif self.metrics.lossy:
@@ -105,6 +106,7 @@ class Respondent:
         worker: executes all its tasks, but for those of ``others``.
         others: further workers by tag.
         trace_file: where the trace of the last answer is written at the end; None: nowhere.
+        drafts_where_they_pay: as of the answers.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class Respondent:
         worker: Worker,
         others: Mapping[Any, Worker] | None = None,
         trace_file: Path | None = None,
+        *,
+        drafts_where_they_pay: bool = False,
     ) -> None:
+        self._drafts_where_they_pay = drafts_where_they_pay
         workers = dict.fromkeys(worker_tags(controller), worker) | dict(others or {})
         self._trace_file = trace_file
         self._result: ScaffoldingResult | None = None
@@ -145,7 +150,8 @@ class Respondent:
             raise
         output = result.output or ScaffoldingOutput("")
         seconds = time.perf_counter() - began
-        answer = Answer(output, result.usage, seconds, result.metrics)
+        pays = self._drafts_where_they_pay
+        answer = Answer(output, result.usage, seconds, result.metrics, pays)
         whole = answer.text  # the method may have streamed nothing, or another text
         write(whole[len(streamed) :] if whole.startswith(streamed) else f"\n{whole}")
         return answer
@@ -184,6 +190,8 @@ class Backend:
     """The engine; None for a server."""
     introduction: str = ""
     """One line about a model that the user has not named; empty otherwise."""
+    drafts_where_they_pay: bool = False
+    """Whether goodput control chooses how long drafts are."""
 
     @property
     def can_chat(self) -> bool:
@@ -359,8 +367,13 @@ def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iter
     adapter = options.only_adapter(fields)
     llm = open_llm()
     try:
-        worker = EngineWorker(llm, adapter=adapter)
-        yield Backend(worker, options.model_label(fields), llm, options.introduction(fields))
+        yield Backend(
+            EngineWorker(llm, adapter=adapter),
+            options.model_label(fields),
+            llm,
+            options.introduction(fields),
+            options.drafts_where_they_pay(fields),
+        )
     finally:
         llm.shutdown()
 

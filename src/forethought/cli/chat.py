@@ -60,9 +60,8 @@ def run(args: argparse.Namespace) -> int:
         chosen.introduce()
         params = {**_defaults(args, chosen), **options}
         print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins again", file=sys.stderr)
-        with closing(
-            Respondent(ConversationController(streaming=True), chosen.worker)
-        ) as respondent:
+        method, pays = ConversationController(streaming=True), chosen.drafts_where_they_pay
+        with closing(Respondent(method, chosen.worker, drafts_where_they_pay=pays)) as respondent:
             Conversation(respondent, params, args.system).talk()
     return 0
 

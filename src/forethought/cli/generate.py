@@ -92,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
         chosen = opened.enter_context(backend)
         prompt = _prompt(args, question, chosen)
         others = judge.workers if judge else None
-        respondent = Respondent(method, chosen.worker, others, args.trace)
+        pays = chosen.drafts_where_they_pay
+        respondent = Respondent(
+            method, chosen.worker, others, args.trace, drafts_where_they_pay=pays
+        )
         write = _Writing(chosen, show=not args.json)
         with closing(respondent), write:
             answer = respondent.answer(prompt, params, write, question)

@@ -407,6 +407,12 @@ def llm_args_of(
     return {name: getattr(checked, name) for name in checked.model_fields_set}
 
 
+def drafts_where_they_pay(fields: Mapping[str, Any]) -> bool:
+    """Whether a drafter of these fields of ``LlmArgs`` is under goodput control."""
+    configs = LlmArgs.from_dict(dict(fields)).speculative_config
+    return any(config.length_control == "goodput" for config in configs)
+
+
 def _check_revision(fields: Mapping[str, Any]) -> None:
     model, revision = fields.get("model"), fields.get("revision")
     if revision is None:

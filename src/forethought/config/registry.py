@@ -74,7 +74,8 @@ class Registry:
             raise UsageError(
                 f"cannot load {self.kind} {spec!r}",
                 str(error) if is_missing else f"{type(error).__name__}: {error}",
-                "Write it as module:Name, with the module on the import path",
+                "Write it as module:Name, with the module installed, in a directory of PYTHONPATH, "
+                "or, at the command line, in the current directory",
             ) from error
 
     def _plugins(self) -> Mapping[str, str]:

@@ -34,6 +34,7 @@ from forethought.model.device import (
 )
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
+from forethought.model_dir import gguf_files
 from forethought.speculative import registry
 from forethought.speculative.drafter import Target
 from forethought.speculative.length import length_policy
@@ -201,9 +202,10 @@ def _engine(
         chunked_prefill=args.enable_chunked_prefill,
     )
     return_freed_memory()
+    file = (gguf_files(model_dir) or [model_dir])[0]
     log.info(
         "%s on %s, %d tokens of KV cache in %s (%.0f MiB), %s",
-        model_dir,
+        file,
         lm.device,
         capacity,
         str(runner.storage.stored_dtype).removeprefix("torch."),

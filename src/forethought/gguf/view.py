@@ -39,7 +39,7 @@ def view_of(path: Path, params: Mapping[str, Any] | None = None) -> Path:
 
     Args:
         path: of the file, or of one of a split series.
-        params: settings of ollama, for ``generation_config.json``.
+        params: settings of ollama, or advice of the model's card, for ``generation_config.json``.
 
     Raises ModelError for a file that cannot be read, or whose model is not supported.
     """

@@ -10,6 +10,7 @@ number, text, choice          the same; lists and mappings of them, too
 ``SamplingParams``            a mapping of the fields in ``_SAMPLING``
 ``Path``, ``FileName``        nothing: it names a file
 a function, another object    nothing: it is code, or made by it
+not declared                  nothing
 ============================  ======================================================================
 
 Names of methods are those of a closed ``MethodTable``, on every level; other names (answer spaces,
@@ -55,6 +56,10 @@ _ROOT = "method_params"
 _KINDS = ("bool", "int", "float", "str", "none")
 """What pydantic puts into the way to a value that may be of several kinds."""
 _NO_VALUE = "it takes an object of Python, which a request cannot hold"
+_NO_TYPE = (
+    "its type is not declared. Annotate the parameter in the code of the method, as in "
+    "'samples: int = 4'"
+)
 _SHAPE = "guided_decoding"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
@@ -314,7 +319,8 @@ def _parameter(hint: Any, default: Any) -> Parameter:
     schemas = [schema for schema in schemas if schema is not _NOTHING]
     if all(schema is None for schema in schemas):
         adapter = null if default is None else None
-        return Parameter("none", adapter, reasons[0] if reasons else _NO_VALUE)
+        reasons.append(_NO_TYPE if hint is Any else _NO_VALUE)
+        return Parameter("none", adapter, reasons[0])
     return Parameter("json", TypeAdapter(_union(schemas)), reasons[0] if reasons else "")
 
 

@@ -286,7 +286,7 @@ def _check_held_out(held_out: int, count: int) -> None:
         raise ParameterError(
             f"{held_out} held-out texts",
             f"there are {count} texts in all",
-            "Hold out at least 1 and at most half of them",
+            "Hold out at least 1 and at most half of them (--held-out), or give more texts",
         )
 
 

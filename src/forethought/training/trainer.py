@@ -396,9 +396,9 @@ def load_checkpoint(
     for name in sorted((mine.keys() | written.keys()) - _FREE):
         if mine.get(name) != written.get(name):
             raise ParameterError(
-                f"the run in {directory} has another {name}",
-                f"{written.get(name)!r}, not {mine.get(name)!r}",
-                "Go on with the same settings, or give another directory",
+                f"cannot go on with the run in {directory}",
+                f"its {name} was {written.get(name)!r}, and now {mine.get(name)!r} is given",
+                "Give the same settings, or another directory (--start begins with its weights)",
             )
     return state
 

@@ -27,6 +27,9 @@ Module = TypeVar("Module", bound=nn.Module)
 TOKEN_MAP = "token_map"
 """Name of a draft vocabulary in a checkpoint: int64, the target's id of each logit."""
 _FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
+OTHER_KIND = "Check that it is a head of this kind, and that the directory is complete"
+OTHER_MODEL = "Give a head that was trained for this model"
+"""What to do about a checkpoint whose tensors are others, or of another size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +104,15 @@ class Checkpoint:
             for name in expected
             if tensors[name].shape != expected[name].shape
         ]
-        self.expect_none(shapes, "has the wrong shape for")
+        self.expect_none(shapes, "has the wrong shape for", OTHER_MODEL)
 
-    def expect_none(self, names: Collection[str], trouble: str) -> None:
+    def expect_none(self, names: Collection[str], trouble: str, fix: str = OTHER_KIND) -> None:
         """Refuse the checkpoint if there are ``names``."""
         if names:
             first = sorted(names)[:3]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise refused(self.directory, f"its checkpoint {trouble} {', '.join(first)}{more}")
+            why = f"its checkpoint {trouble} {', '.join(first)}{more}"
+            raise refused(self.directory, why, fix)
 
 
 def pop_token_map(tensors: dict[str, Tensor], directory: Path, vocab: int) -> Tensor | None:

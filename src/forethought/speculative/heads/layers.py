@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.llama.layers import FusedLayer, rotary_table
-from forethought.speculative.heads.checkpoint import refused
+from forethought.speculative.heads.checkpoint import OTHER_KIND, refused
 
 
 class ResidualBlock(nn.Module):
@@ -197,7 +197,7 @@ def llama_config(directory: Path, config: dict[str, Any]) -> LlamaConfig:
             )
     missing = [name for name in _SIZES if name not in fields]
     if missing:
-        raise refused(directory, f"its config lacks {', '.join(missing)}")
+        raise refused(directory, f"its config lacks {', '.join(missing)}", OTHER_KIND)
     windows = set(fields.get("layer_types") or ()) - {"full_attention"}
     if windows or fields.get("use_sliding_window"):
         raise refused(directory, "its layer attends through a sliding window")

@@ -32,7 +32,13 @@ from forethought.model.checkpoint_module import CheckpointConfig
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.speculative.draft_module import DraftModule, ModuleOutput
-from forethought.speculative.heads.checkpoint import TOKEN_MAP, Checkpoint, refused
+from forethought.speculative.heads.checkpoint import (
+    OTHER_KIND,
+    OTHER_MODEL,
+    TOKEN_MAP,
+    Checkpoint,
+    refused,
+)
 from forethought.speculative.heads.mtp_layout import (
     LAYOUTS,
     PARTS,
@@ -371,15 +377,15 @@ def _expect_whole(
 
     published_names: prefixes of the names in ``report`` -> those of the checkpoint.
     """
-    for key, trouble in (
-        ("missing_keys", "lacks"),
-        ("unexpected_keys", "has unexpected"),
-        ("mismatched_keys", "has the wrong shape for"),
+    for key, trouble, fix in (
+        ("missing_keys", "lacks", OTHER_KIND),
+        ("unexpected_keys", "has unexpected", OTHER_KIND),
+        ("mismatched_keys", "has the wrong shape for", OTHER_MODEL),
     ):
         names = [entry if isinstance(entry, str) else entry[0] for entry in report[key]]
         for prefix, published in published_names.items():
             names = [name.replace(prefix, published, 1) for name in names]
-        Checkpoint(directory, {}, {}).expect_none(names, trouble)
+        Checkpoint(directory, {}, {}).expect_none(names, trouble, fix)
 
 
 def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> None:
