@@ -206,3 +206,12 @@ def test_a_method_of_ones_own_may_be_in_the_current_directory(tmp_path, monkeypa
     assert sys.path == path, "another command may run elsewhere"
     assert cli.main(["methods", "own_methods:Mine"]) == 2
     assert "in the current directory" in one_line(capsys)
+
+
+def test_a_current_directory_that_was_removed_is_no_matter(monkeypatch, tmp_path):
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    removed.rmdir()
+    assert cli.main(["--version"]) == 0

@@ -97,8 +97,11 @@ def _importing_from_here() -> Iterator[None]:
     """``module:Name`` may be in the current directory, after all that is installed: the program has
     its own directory on the import path instead, unlike ``python -m forethought``.
     """
-    here = os.getcwd()
-    if here in sys.path or "" in sys.path:
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it has been removed
+        here = ""
+    if here in sys.path or "" in sys.path or not here:
         yield
         return
     sys.path.append(here)
