@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from pathlib import Path
 from typing import Any
 
-from engines import drain, expect_empty
+import pytest
+
+from engines import GREEDY, drain, expect_empty
+from forethought.backends.cpu.module_steps import ModuleSteps
 from forethought.config.sampling import SamplingParams
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.kv.recurrent import RecurrentStates, RecurrentStorage
+from models import greedy, prompts
+
+PROMPTS = prompts((3, 17, 9, 30, 70))
+
+
+def mixed(model: Path, sampled: SamplingParams, most: int) -> list[SamplingParams]:
+    """Of ``PROMPTS``: greedy and sampled, with scores, penalties, and ends at different times.
+
+    Args:
+        model: whose text ends the first one.
+        sampled: what the sampled ones have.
+        most: tokens of the last one.
+    """
+    [text] = greedy(model, PROMPTS[:1], 12)
+    return [
+        GREEDY.replace(max_tokens=140, stop_token_ids=[text[-1]]),
+        sampled.replace(max_tokens=33, logprobs=2),
+        GREEDY.replace(max_tokens=90, logprobs=0),
+        sampled.replace(max_tokens=7, top_k=20, top_p=0.9, repetition_penalty=1.2),
+        sampled.replace(max_tokens=most, seed=8, min_tokens=5, ignore_eos=False),
+    ]
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, *, drafting: bool) -> list[int]:
+    """The forwards of each call of several steps in C++ from now on, or of those with drafts."""
+    made, original = list[int](), ModuleSteps.advance
+
+    def advance(self: ModuleSteps, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        if self.drafting is not None or not drafting:
+            made.append(result.num_forwards)
+        return result
+
+    monkeypatch.setattr(ModuleSteps, "advance", advance)
+    return made
 
 
 def states_of(machine: Engine) -> RecurrentStates:

@@ -1,5 +1,6 @@
 """The command's frame: help, exit statuses, one line per error."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from forethought import __version__
 from forethought.cli import main as cli
+from forethought.config import registry
 from forethought.errors import EngineStopped, ParameterError
 
 
@@ -206,6 +208,29 @@ def test_a_method_of_ones_own_may_be_in_the_current_directory(tmp_path, monkeypa
     assert sys.path == path, "another command may run elsewhere"
     assert cli.main(["methods", "own_methods:Mine"]) == 2
     assert "in the current directory" in one_line(capsys)
+
+
+def test_only_what_is_named_is_imported_from_the_current_directory(tmp_path, monkeypatch, capsys):
+    """A folder with a model in it is no place for packages."""
+    (tmp_path / "optional_package.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "other_method.py").write_text(
+        "import sys\n\n"
+        "from forethought.scaffolding import NativeGenerationController as Mine  # noqa: F401\n"
+        f"assert {str(tmp_path)!r} in sys.path\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "other_method", raising=False)
+    seen, make = [], registry.Registry.resolve
+
+    def resolve(self, spec):
+        seen.append(importlib.util.find_spec("optional_package"))
+        return make(self, spec)
+
+    monkeypatch.setattr(registry.Registry, "resolve", resolve)
+    assert cli.main(["methods", "other_method:Mine"]) == 0
+    assert seen
+    assert not any(seen)
 
 
 def test_a_current_directory_that_was_removed_is_no_matter(monkeypatch, tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 import adapters
 from engines import GREEDY, drain, engine_over, expect_empty, load_poisoned, outputs
-from forethought.backends.cpu.module_steps import ModuleSteps
 from forethought.config.sampling import SamplingParams
 from forethought.engine.engine import Engine
 from forethought.errors import LogitsError
@@ -23,12 +22,11 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.adapter import read_adapter
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
-from models import ALL_RECURRENT, greedy, prompts, tiny
-from recurrent_generations import facts, run, states_of
+from models import ALL_RECURRENT, greedy, tiny
+from recurrent_generations import PROMPTS, count_calls, facts, mixed, run, states_of
 from turns import by_turns
 
 FEW = ["qwen3_5", "bamba", "lfm2"]
-PROMPTS = prompts((3, 17, 9, 30, 70))
 SAMPLED = GREEDY.replace(temperature=0.9, seed=5)
 
 
@@ -54,27 +52,7 @@ def made(
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The forwards of each call of several steps in C++."""
-    made, original = list[int](), ModuleSteps.advance
-
-    def advance(self: ModuleSteps, *arguments: Any) -> Any:
-        result = original(self, *arguments)
-        made.append(result.num_forwards)
-        return result
-
-    monkeypatch.setattr(ModuleSteps, "advance", advance)
-    return made
-
-
-def mixed(architecture: str) -> list[SamplingParams]:
-    """Greedy and sampled, with scores, penalties, and ends at different times."""
-    [text] = greedy(tiny(architecture), PROMPTS[:1], 12)
-    return [
-        GREEDY.replace(max_tokens=140, stop_token_ids=[text[-1]]),
-        SAMPLED.replace(max_tokens=33, logprobs=2),
-        GREEDY.replace(max_tokens=90, logprobs=0),
-        SAMPLED.replace(max_tokens=7, top_k=20, top_p=0.9, repetition_penalty=1.2),
-        SAMPLED.replace(max_tokens=60, seed=8, min_tokens=5, ignore_eos=False),
-    ]
+    return count_calls(monkeypatch, drafting=False)
 
 
 KINDS = by_turns(ALL_RECURRENT, ["float32", "bfloat16"], [None, "w8a8", "int8"])
@@ -93,9 +71,9 @@ def test_tokens_scores_keys_and_states_are_those_of_single_steps(
     calls: list[int],
 ) -> None:
     kind = architecture, dtype, quantization
-    expected = run(made(1, *kind), PROMPTS, mixed(architecture))
+    expected = run(made(1, *kind), PROMPTS, mixed(tiny(architecture), SAMPLED, 60))
     assert not calls
-    assert run(made(num_steps, *kind), PROMPTS, mixed(architecture)) == expected
+    assert run(made(num_steps, *kind), PROMPTS, mixed(tiny(architecture), SAMPLED, 60)) == expected
     assert max(calls) <= num_steps
     assert sum(calls) > 80
     assert any(len(each["states"]) > NUM_DECODED for each in expected)  # with those of pages
@@ -110,7 +88,7 @@ def test_steps_that_are_made_one_by_one_in_a_call_leave_the_same(calls: list[int
     for num_steps in (1, 8):
         machine = engine_over(parts, pages=400, max_num_tokens=60)
         machine.num_decode_steps = num_steps
-        results.append(run(machine, PROMPTS, mixed("zamba2")))
+        results.append(run(machine, PROMPTS, mixed(tiny("zamba2"), SAMPLED, 60)))
     assert results[0] == results[1]
     assert not calls
 

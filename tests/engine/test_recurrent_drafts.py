@@ -30,10 +30,9 @@ from forethought.model import loader
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.speculative.step_runner import SingleSteps
 from generations import expect_same
-from models import bigram, greedy, prompts
-from recurrent_generations import kept_states, run, states_of
+from models import bigram, greedy
+from recurrent_generations import PROMPTS, count_calls, kept_states, mixed, run, states_of
 
-PROMPTS = prompts((3, 17, 9, 30, 70))
 SAMPLED = GREEDY.replace(temperature=0.5, seed=5)
 FEW = ["qwen3_5", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "zamba2"]
 
@@ -89,28 +88,7 @@ def made(
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The forwards of each call of C++ with drafts."""
-    made, original = list[int](), ModuleSteps.advance
-
-    def advance(self: ModuleSteps, *arguments: Any) -> Any:
-        result = original(self, *arguments)
-        if self.drafting is not None:
-            made.append(result.num_forwards)
-        return result
-
-    monkeypatch.setattr(ModuleSteps, "advance", advance)
-    return made
-
-
-def mixed(architecture: str) -> list[SamplingParams]:
-    """Greedy and sampled, with scores, penalties, and ends at different times."""
-    [text] = greedy(bigram(architecture), PROMPTS[:1], 12)
-    return [
-        GREEDY.replace(max_tokens=140, stop_token_ids=[text[-1]]),
-        SAMPLED.replace(max_tokens=33, logprobs=2),
-        GREEDY.replace(max_tokens=90, logprobs=0),
-        SAMPLED.replace(max_tokens=7, top_k=20, top_p=0.9, repetition_penalty=1.2),
-        SAMPLED.replace(max_tokens=140, seed=8, min_tokens=5, ignore_eos=False),
-    ]
+    return count_calls(monkeypatch, drafting=True)
 
 
 KINDS = [
@@ -129,10 +107,10 @@ def test_tokens_scores_keys_and_states_are_those_of_single_steps(
     calls: list[int],
 ) -> None:
     kind = architecture, draft_len, dtype, quantization
-    expected = run(made(1, *kind), PROMPTS, mixed(architecture))
+    expected = run(made(1, *kind), PROMPTS, mixed(bigram(architecture), SAMPLED, 140))
     assert not calls
     machine = made(7, *kind)
-    assert run(machine, PROMPTS, mixed(architecture)) == expected
+    assert run(machine, PROMPTS, mixed(bigram(architecture), SAMPLED, 140)) == expected
     assert sum(calls) > 10
     assert max(calls) == 7
     assert 0 < machine.stats.accepted < machine.stats.drafted
@@ -150,7 +128,9 @@ def test_chains_that_read_hidden_states_are_those_of_single_steps(
         machine = made(num_steps, architecture, dtype=dtype, drafter=drafter)
         sequences = [
             machine.add(prompt, params, keep=True)[0]
-            for prompt, params in zip(PROMPTS, mixed(architecture), strict=True)
+            for prompt, params in zip(
+                PROMPTS, mixed(bigram(architecture), SAMPLED, 140), strict=True
+            )
         ]
         drain(machine)
         machines.append(machine)

@@ -16,8 +16,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -74,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         return _complain("standard output is closed: there is nowhere to answer", 2)
     try:
-        with _importing_from_here():
-            status = _run(list(sys.argv[1:] if argv is None else argv))
+        status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
     except ForethoughtError as error:
@@ -90,26 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # such as a full disk or a folder that may not be written
         _silence_stdout()
         return _complain(str(error), 1)
-
-
-@contextmanager
-def _importing_from_here() -> Iterator[None]:
-    """``module:Name`` may be in the current directory, after all that is installed: the program has
-    its own directory on the import path instead, unlike ``python -m forethought``.
-    """
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:  # it has been removed
-        here = ""
-    if here in sys.path or "" in sys.path or not here:
-        yield
-        return
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
 
 
 def _run(argv: list[str]) -> int:

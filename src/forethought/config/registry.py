@@ -11,11 +11,35 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
 from forethought.errors import UnknownNameError, UsageError
+
+
+@contextmanager
+def _importing_from_here(module: str) -> Iterator[None]:
+    """``module`` may be a file of the current directory, after all that is installed.
+
+    Nothing else is imported from there: a program has its own directory on the import path
+    instead, so that a folder which holds a model cannot take the place of an optional package.
+    """
+    top = module.partition(".")[0]
+    is_here = top.isidentifier() and (os.path.exists(top) or os.path.exists(f"{top}.py"))
+    here = os.getcwd() if is_here else ""
+    if not here or here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        if here in sys.path:  # the module may have changed it
+            sys.path.remove(here)
 
 
 class Registry:
@@ -66,7 +90,8 @@ class Registry:
             raise UnknownNameError(self.kind, spec, self.names())
         module, _, name = target.partition(":")
         try:  # an empty or a relative name of a module is a ValueError or a TypeError
-            return getattr(importlib.import_module(module), name)
+            with _importing_from_here(module):
+                return getattr(importlib.import_module(module), name)
         except Exception as error:  # the user's own module may raise anything
             if spec in self._table:
                 raise
@@ -75,7 +100,7 @@ class Registry:
                 f"cannot load {self.kind} {spec!r}",
                 str(error) if is_missing else f"{type(error).__name__}: {error}",
                 "Write it as module:Name, with the module installed, in a directory of PYTHONPATH, "
-                "or, at the command line, in the current directory",
+                "or in the current directory",
             ) from error
 
     def _plugins(self) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ from forethought.backends.cpu.native_steps import (
     StateAddresses,
     StoredStates,
     keeps_scores,
-    plain_steps,
+    make_steps,
 )
 from forethought.kv.recurrent import DecodedStates, RecurrentStorage
 from forethought.model.attention.base import PagedPass
@@ -87,9 +87,7 @@ class ModuleSteps(StepRunner):
         self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
     ) -> Advance:
         steps = partial(self._call, rows, num_steps, interrupt)
-        if self.drafting is None:
-            return plain_steps(rows, steps, self.cache)
-        return self.drafting.advance(rows, steps)
+        return make_steps(rows, steps, self.drafting, self.cache)
 
     def _call(
         self,

@@ -373,8 +373,15 @@ class ChainDrafting:
             paged_pass.batch = replace(batch, token_ids=token_ids)
 
 
-def plain_steps(rows: Sequence[DecodeRow], steps: Steps, cache: HiddenStateCache | None) -> Advance:
-    """Make steps without drafts, and store hidden states where a cache will be read."""
+def make_steps(
+    rows: Sequence[DecodeRow],
+    steps: Steps,
+    drafting: ChainDrafting | None,
+    cache: HiddenStateCache | None,
+) -> Advance:
+    """Make steps with drafts, or plain ones that store hidden states where a cache will be read."""
+    if drafting is not None:
+        return drafting.advance(rows, steps)
     if cache is None:
         return steps(None, None)
     advance = steps(None, StoredStates(cache.storage.keys[0], cache.layer_ids))
@@ -425,9 +432,7 @@ class NativeSteps(StepRunner):
         self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
     ) -> Advance:
         steps = partial(self._call, rows, num_steps, interrupt)
-        if self.drafting is None:
-            return plain_steps(rows, steps, self.cache)
-        return self.drafting.advance(rows, steps)
+        return make_steps(rows, steps, self.drafting, self.cache)
 
     def _call(
         self,
