@@ -148,7 +148,8 @@ class DecoderLayers:
         """Whether one rotation is that of all layers, of which those without attention may get
         none, and known before the first one.
         """
-        self.rotation = next(filter(None, rotations.values()), None)
+        known = [rotation for rotation in rotations.values() if rotation is not None]
+        self.rotation = known[0] if known else None
         if rotations[0] is not self.rotation and self._rotation is not self.rotation:
             return False
         return all(

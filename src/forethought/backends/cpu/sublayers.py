@@ -168,7 +168,6 @@ class NativeSublayers:
         self.width = max(part.width for part in parts)
         self._linears = [linear for part in parts for linear in part.linears()]
         self._reads_embeddings = any(sublayer.input == HIDDEN_AND_EMBEDDINGS for sublayer in first)
-        self._has_side = any(sublayer.to_side for sublayer in first)
 
     @classmethod
     def of(
