@@ -18,7 +18,6 @@ from typing import Any
 
 from forethought.errors import (
     BudgetExceeded,
-    TaskError,
     UsageError,
     WorkerTagError,
 )
@@ -33,6 +32,13 @@ from forethought.scaffolding.base_task import (
 from forethought.scaffolding.branch_limit import BranchLimit, StartPace, cancel_all
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope, enter
+from forethought.scaffolding.failure import (
+    controller_quit,
+    failure_of,
+    is_cancelled,
+    is_of_group,
+    unsuccessful,
+)
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -54,7 +60,7 @@ from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.trace import Span
 from forethought.scaffolding.tracer import GuardedTracer
-from forethought.scaffolding.worker import Routes, Worker
+from forethought.scaffolding.worker import Routes
 
 _logger = logging.getLogger(__name__)
 
@@ -264,7 +270,7 @@ class Frame:
         try:
             job.result()
         except asyncio.CancelledError as error:
-            item.error = _failure(item, error)
+            item.error = failure_of(item, error)
             if isinstance(item, Task):
                 item.status = TaskStatus.WORKER_EXECEPTION
             if item.on_failure == "raise":
@@ -303,7 +309,7 @@ class Frame:
             try:
                 await worker.on_scope_end(self.scope.scope_id)
             except BaseException as error:
-                if _is_cancelled(error):
+                if is_cancelled(error):
                     cancellation = error
                 else:
                     _logger.exception("%s failed to end %s", worker, self.scope.scope_id)
@@ -422,17 +428,17 @@ class Frame:
         raisable = error is None or (
             isinstance(error, Exception) and not isinstance(error, StopIteration)
         )
-        task.error = error if raisable else _failure(task, error)
+        task.error = error if raisable else failure_of(task, error)
 
     async def _compute_on_loop(self, task: ComputeTask) -> None:
         task.status, task.error = TaskStatus.SUCCESS, None
         try:
             task.result = await task.function(*task.args, **task.kwargs)
         except BaseException as error:
-            if _is_cancelled(error):
+            if is_cancelled(error):
                 raise
             task.status = TaskStatus.WORKER_EXECEPTION
-            task.error = error if isinstance(error, Exception) else _failure(task, error)
+            task.error = error if isinstance(error, Exception) else failure_of(task, error)
 
     async def _run_on_worker(self, task: Task) -> None:
         """Have a worker execute ``task``, and record its usage; fails without a budget."""
@@ -477,13 +483,13 @@ class Frame:
         except UsageError as error:
             return failed, error
         except BaseException as error:
-            if _is_cancelled(error):
+            if is_cancelled(error):
                 raise
-            if isinstance(error, BudgetExceeded) and _is_of_group(error, task):
+            if isinstance(error, BudgetExceeded) and is_of_group(error, task):
                 return failed, error
-            return failed, _failure(task, error)
+            return failed, failure_of(task, error)
         if status is not TaskStatus.SUCCESS:
-            failure = _unsuccessful(task, status, worker)
+            failure = unsuccessful(task, status, worker)
             return failure.status or failed, failure
         if isinstance(task, GenerationTask):  # if the worker does not count
             num_generated, num_counted = task.num_generated, task.usage.completion_tokens
@@ -531,20 +537,6 @@ class Frame:
         self.run.publish(StreamEvent(branch, stage))
 
 
-def controller_quit(error: BaseException) -> UsageError:
-    """The error of a request whose controller raises a ``BaseException``, such as ``SystemExit``.
-
-    Raised as it is, it would end the event loop, or look like the cancellation of the request.
-    """
-    if isinstance(error, SystemExit):
-        return UsageError("a controller called sys.exit()", f"code {error.code}")
-    return UsageError(
-        f"a controller raised {type(error).__name__}",
-        str(error) or "it is no Exception, and ends more than the request",
-        "Raise an Exception to fail the request",
-    )
-
-
 def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """The result and the error of ``work``: a future cannot carry every kind of exception."""
     try:
@@ -560,45 +552,6 @@ def _close(process: Process) -> None:
         raise
     except BaseException as error:
         raise controller_quit(error) from error
-
-
-def _is_cancelled(error: BaseException) -> bool:
-    """Whether ``error`` was raised because the running asyncio task is being cancelled.
-
-    A worker may raise the same exceptions itself, such as when a task of its own was cancelled.
-    """
-    try:
-        current = asyncio.current_task()
-    except RuntimeError:  # the event loop is gone, and its coroutines are closed
-        return True
-    cancelling = current is not None and current.cancelling() > 0
-    return cancelling and isinstance(error, asyncio.CancelledError)
-
-
-def _failure(item: Item, error: BaseException) -> TaskError:
-    failed = TaskStatus.WORKER_EXECEPTION
-    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    failure = TaskError(f"{type(item).__name__} failed", why, task=item, status=failed)
-    failure.__cause__ = error
-    return failure
-
-
-def _is_of_group(error: BudgetExceeded, task: Task) -> bool:
-    """Whether the error refused another task of the group with which this one was to begin."""
-    group = task.attention_group if isinstance(task, GenerationTask) else None
-    return group is not None and group.failure is error
-
-
-def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
-    kind, name = type(task).__name__, type(worker).__name__
-    if not isinstance(status, TaskStatus):
-        why, fix = f"{name} returned {status!r}", "Return a TaskStatus, or None for success"
-        status = TaskStatus.WORKER_EXECEPTION
-    elif status is TaskStatus.WORKER_NOT_SUPPORTED:
-        why, fix = f"{name} has no handler for it", f"Register one: {name}.task_handlers"
-    else:
-        why, fix = f"{name} reports {status.value}", ""
-    return TaskError(f"{kind} failed", why, fix, task=task, status=status)
 
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:

@@ -36,8 +36,9 @@ from forethought.scaffolding.base_task import Task
 from forethought.scaffolding.branch_limit import BranchLimit, StartPace
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.driver import Frame, Run, controller_quit
+from forethought.scaffolding.driver import Frame, Run
 from forethought.scaffolding.execution_scope import ExecutionScope, SharedResources
+from forethought.scaffolding.failure import controller_quit
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.settings import ANY_TEXT, BOOL, POSITIVE_INT, SECONDS, validated
