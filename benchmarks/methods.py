@@ -9,8 +9,9 @@
              temperature: a vote's until they end, else as many tokens as the method decodes
 ``clients``  sampled streams of ``AsyncLLM`` and of ``serve`` against a batch of ``LLM``
 
-All of a part are run in turn, several times; medians. The model is the embedded reasoner. Prints
-tables and, last, one JSON line.
+All of a part are run in turn, several times; medians. ``times`` compares seconds with those of the
+first row, ``rate`` the tokens per second that go through the model, in prefills (of probes too) and
+decoding. The model is the embedded reasoner. Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from forethought.assets import drafter_dir
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.evaluation.problems import Problem, shipped, user_prompt
 from forethought.evaluation.recipe import recipe
+from forethought.outputs import Usage
 from forethought.scaffolding import Controller, EngineWorker, ScaffoldingLlm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=450)
@@ -45,8 +47,8 @@ PROBING = {"chunk_size": 16, "certainty_threshold": 2}
 NUM_STREAMS, NUM_TOKENS = 16, 400
 TEMPERATURE = 0.8
 
-Timed = Callable[[], int]
-"""Runs something; the tokens that it decodes."""
+Timed = Callable[[], Usage]
+"""Runs something; the tokens that it computes."""
 
 
 def main() -> None:
@@ -92,28 +94,28 @@ def by_drafts(
     return rows
 
 
-def generate(llm: LLM, problems: Sequence[Problem], at_once: int) -> int:
+def generate(llm: LLM, problems: Sequence[Problem], at_once: int) -> Usage:
     prompts = [user_prompt(llm, problem.question) for problem in problems]
     groups = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
     outputs = [output for group in groups for output in llm.generate(group, GREEDY)]
-    return sum(output.usage.decoded for output in outputs)
+    return sum((output.usage for output in outputs), Usage())
 
 
 def solve(
     llm: LLM, problems: Sequence[Problem], at_once: int, method: str, settings: dict[str, Any]
-) -> int:
-    """Solve the problems by a method; the tokens that the engine decodes."""
+) -> Usage:
+    """Solve the problems by a method; the tokens that the engine computes."""
     used = recipe(method, max_tokens=GREEDY.max_tokens, temperature=TEMPERATURE, settings=settings)
     prompts = [user_prompt(llm, problem.question) for problem in problems]
-    num_decoded = 0
+    usage = Usage()
     with thinking_with(llm, used.controller) as thinking:
         for at in range(0, len(prompts), at_once):
             results = [
                 thinking.generate_async(prompt, sampling_params={**used.sampling_params, "seed": 1})
                 for prompt in prompts[at : at + at_once]
             ]
-            num_decoded += sum(result.result().usage.decoded for result in results)
-    return num_decoded
+            usage += sum((result.result().usage for result in results), Usage())
+    return usage
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def vote(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
     llm, rows = LLM(max_batch_size=64), list[dict[str, Any]]()
     for name, (method, settings) in METHODS.items():
         by_method = partial(solve, llm, problems, 1, method, settings)
-        num_tokens = by_method() // (16 * len(problems))
+        num_tokens = by_method().decoded // (16 * len(problems))
         is_vote = method.startswith("majority_vote")
         params = {"max_tokens": GREEDY.max_tokens if is_vote else num_tokens}
         by_llm = partial(sample, llm, problems, {**params, "ignore_eos": not is_vote})
@@ -151,10 +153,10 @@ def vote(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def sample(llm: LLM, problems: Sequence[Problem], settings: dict[str, Any]) -> int:
+def sample(llm: LLM, problems: Sequence[Problem], settings: dict[str, Any]) -> Usage:
     params = SamplingParams(n=16, temperature=TEMPERATURE, seed=1, **settings)
     prompts = [user_prompt(llm, problem.question) for problem in problems]
-    return sum(llm.generate(prompt, params).usage.decoded for prompt in prompts)
+    return sum((llm.generate(prompt, params).usage for prompt in prompts), Usage())
 
 
 # ---- clients -------------------------------------------------------------------------------------
@@ -166,10 +168,10 @@ def clients(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]
     prompts = [user_prompt(llm, problem.question) for problem in shipped()[:NUM_STREAMS]]
     params = SamplingParams(temperature=TEMPERATURE, seed=1, ignore_eos=True, max_tokens=NUM_TOKENS)
 
-    def of_batch() -> int:
-        return sum(output.usage.decoded for output in llm.generate(prompts, params))
+    def of_batch() -> Usage:
+        return sum((output.usage for output in llm.generate(prompts, params)), Usage())
 
-    def of_async() -> int:
+    def of_async() -> Usage:
         engine = AsyncLLM.over(llm)
         try:
             return asyncio.run(gather(engine, prompts, params))
@@ -190,9 +192,9 @@ def clients(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]
     return table(f"{NUM_STREAMS} sampled streams", measured, 1, part="clients")
 
 
-async def gather(engine: AsyncLLM, prompts: Sequence[Any], params: SamplingParams) -> int:
+async def gather(engine: AsyncLLM, prompts: Sequence[Any], params: SamplingParams) -> Usage:
     outputs = await asyncio.gather(*[engine.generate(prompt, params) for prompt in prompts])
-    return sum(output.usage.decoded for output in outputs)
+    return sum((output.usage for output in outputs), Usage())
 
 
 @contextmanager
@@ -222,13 +224,13 @@ def is_up(port: int) -> bool:
         connection.close()
 
 
-def post_all(port: int, prompts: Sequence[Any], streams: bool) -> int:
+def post_all(port: int, prompts: Sequence[Any], streams: bool) -> Usage:
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return sum(pool.map(lambda prompt: post(port, prompt, streams), prompts))
+        return sum(pool.map(lambda prompt: post(port, prompt, streams), prompts), Usage())
 
 
-def post(port: int, prompt: Any, streams: bool) -> int:
-    """The tokens of a completion, of which all are read."""
+def post(port: int, prompt: Any, streams: bool) -> Usage:
+    """The tokens of a completion, of which all are read; those of its prompt are not told."""
     body = {"model": "reasoner", "prompt": prompt, "temperature": TEMPERATURE}
     body |= {"seed": 1, "ignore_eos": True, "max_tokens": NUM_TOKENS, "stream": streams}
     connection = HTTPConnection("127.0.0.1", port)
@@ -240,7 +242,8 @@ def post(port: int, prompt: Any, streams: bool) -> int:
         assert response.status == HTTPStatus.OK, text
     finally:
         connection.close()
-    return NUM_TOKENS if streams else int(json.loads(text)["usage"]["completion_tokens"])
+    num_tokens = NUM_TOKENS if streams else json.loads(text)["usage"]["completion_tokens"]
+    return Usage(decoded=num_tokens)
 
 
 PARTS = {"alone": alone, "batch": batch, "vote": vote, "clients": clients}
@@ -249,29 +252,34 @@ PARTS = {"alone": alone, "batch": batch, "vote": vote, "clients": clients}
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def measure(timed: dict[str, Timed], num_rounds: int) -> dict[str, tuple[float, int]]:
+def measure(timed: dict[str, Timed], num_rounds: int) -> dict[str, tuple[float, Usage]]:
     """Median seconds of each, and its tokens; the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
-    num_tokens = dict[str, int]()
+    usages = dict[str, Usage]()
     for _ in range(num_rounds + 1):
         for name, run in timed.items():
             began = time.perf_counter()
-            num_tokens[name] = run()
+            usages[name] = run()
             seconds[name].append(time.perf_counter() - began)
-    return {name: (statistics.median(seconds[name][1:]), num_tokens[name]) for name in timed}
+    return {name: (statistics.median(seconds[name][1:]), usages[name]) for name in timed}
 
 
 def table(
-    title: str, measured: dict[str, tuple[float, int]], num_problems: int, **fields: Any
+    title: str, measured: dict[str, tuple[float, Usage]], num_problems: int, **fields: Any
 ) -> list[dict[str, Any]]:
     print(f"\n{title}")
-    print(f"{'':<24}{'ms each':>10}{'tokens':>10}{'tokens/s':>10}{'times':>8}")
-    first, rows = next(iter(measured.values()))[0], list[dict[str, Any]]()
-    for name, (seconds, num_tokens) in measured.items():
-        each, rate, times = seconds / num_problems * 1e3, num_tokens / seconds, first / seconds
-        print(f"{name:<24}{each:>10.1f}{num_tokens:>10}{rate:>10.0f}{times:>8.2f}")
-        row = {"name": name, "ms_each": round(each, 2), "tokens": num_tokens}
-        rows.append({**fields, **row, "tokens_per_s": round(rate), "times": round(times, 3)})
+    print(f"{'':<24}{'ms each':>10}{'decoded':>10}{'prefilled':>10}{'times':>8}{'rate':>8}")
+    rows = list[dict[str, Any]]()
+    (first, usage), *_ = measured.values()
+    first_rate = (usage.decoded + usage.prefilled) / first
+    for name, (seconds, usage) in measured.items():
+        each, times = seconds / num_problems * 1e3, first / seconds
+        rate = (usage.decoded + usage.prefilled) / seconds / first_rate
+        counts = f"{usage.decoded:>10}{usage.prefilled:>10}"
+        print(f"{name:<24}{each:>10.1f}{counts}{times:>8.2f}{rate:>8.2f}")
+        row = {"name": name, "ms_each": round(each, 2), "tokens": usage.decoded}
+        row |= {"prefilled": usage.prefilled, "tokens_per_s": round(usage.decoded / seconds)}
+        rows.append({**fields, **row, "times": round(times, 3), "rate": round(rate, 3)})
     return rows
 
 
