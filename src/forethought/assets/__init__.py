@@ -33,6 +33,11 @@ def is_embedded(model: object) -> bool:
     return str(model).startswith(PREFIX)
 
 
+def is_embedded_dir(path: Path) -> bool:
+    """Whether a directory is that of an embedded model or its heads."""
+    return path.parent == Path(__file__).parent
+
+
 def is_reasoner(model: object) -> bool:
     """Whether this is the embedded reasoner, by its name, its directory or by default."""
     return str(model or REASONER) in (REASONER, str(reasoner_dir()))

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from forethought.assets import is_embedded_dir
 from forethought.config.sampling import SamplingParams
 from forethought.config.thoughts import MARKERS
 from forethought.errors import (
@@ -70,10 +71,11 @@ def _model_config(path: Path) -> PreTrainedConfig | None:
 
 def _from_files(path: Path, trust_remote_code: bool) -> Any:
     """transformers' tokenizer in a directory."""
-    if (
-        gguf_files(path) is not None
-    ):  # another class may put its own split in the place of the file's
+    # Of a GGUF file, another class may put its own split in the place of the file's.
+    if gguf_files(path) is not None or is_embedded_dir(path):
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    from transformers import AutoTokenizer  # it reads the names of all models' modules
+
     return AutoTokenizer.from_pretrained(
         path,
         local_files_only=True,
