@@ -275,14 +275,14 @@ def _add_responses(app: FastAPI) -> None:
         record = await _response_of(request, response_id)
         if stream:
             return responses.resumed(record, starting_after)
-        return JSONResponse(record.response)
+        return await responses.shown(record)
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str, request: Request) -> Response:
         """End a response that goes on."""
         record = await _response_of(request, response_id)
         await record.cancel()
-        return JSONResponse(record.response)
+        return await responses.shown(record)
 
     @app.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str, request: Request) -> Response:
