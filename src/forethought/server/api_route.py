@@ -27,7 +27,7 @@ class ApiRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; raises HttpError for an unknown query parameter."""
-        if scope["query_string"] and scope["method"] in self.methods:
+        if scope["query_string"] and scope["method"] in (self.methods or ()):
             self._check_query(scope["query_string"].decode("latin-1"))
         await super().handle(scope, receive, send)
 
