@@ -73,44 +73,58 @@ def find_model_dir(
         DependencyError: ``huggingface_hub`` is not installed.
     """
     path = Path(model)
-    is_local = path.exists()
-    if not is_local and assets.is_embedded(model):
-        path, is_local = assets.embedded_dir(str(model)), True
-    if is_local:
-        if revision is not None:
-            raise ParameterError(
-                f"invalid revision {revision!r}",
-                f"{path} is on this machine, and revisions are those of the Hugging Face Hub",
-                "Leave it out",
-            )
-        return gguf_names.local_view(path) if gguf_names.is_gguf_model(path) else path
+    if not path.exists() and assets.is_embedded(model):
+        path = assets.embedded_dir(str(model))
+    if path.exists():
+        return _local_dir(path, revision)
     view = gguf_names.named_view(str(model), revision)
     if view is not None:
         return view
-    if path.suffix == gguf_names.SUFFIX:
-        raise ModelError(
-            f"no model at {model}",
-            "there is no such file",
-            "Check the path, or write user/repository:QUANTISATION for a file of the Hub",
-        )
-    if not _HUB_ID.fullmatch(str(model)):
-        raise ModelError(
-            f"no model at {model}",
-            "there is no such directory",
-            "Give a local Hugging Face directory, or a Hub id such as Qwen/Qwen3-0.6B",
-        )
+    _check_hub_id(str(model))
     patterns = [*_TEXTS, *(_SAFETENSORS if weights else ()), *(("*.py",) if code else ())]
-    try:
-        directory = hub.download(str(model), revision, patterns, _LEFT_OUT)
-    except ModelError as error:
-        if similar := _similar_name(str(model)):
-            raise ModelError(error.what, error.why, f"Give {similar}, if you mean that") from error
-        raise
+    directory = _download(str(model), revision, patterns)
     if weights and not any(directory.glob("*.safetensors")):
         directory = hub.download(str(model), revision, [*patterns, *_OTHER_WEIGHTS], _LEFT_OUT)
     if weights and not any(directory.glob("*config.json")):
         raise _without_config(str(model), revision)
     return directory
+
+
+def _local_dir(path: Path, revision: str | None) -> Path:
+    """The directory of a model that is on this machine."""
+    if revision is not None:
+        raise ParameterError(
+            f"invalid revision {revision!r}",
+            f"{path} is on this machine, and revisions are those of the Hugging Face Hub",
+            "Leave it out",
+        )
+    return gguf_names.local_view(path) if gguf_names.is_gguf_model(path) else path
+
+
+def _check_hub_id(model: str) -> None:
+    """Raises ModelError for a name that is none of the Hub."""
+    if Path(model).suffix == gguf_names.SUFFIX:
+        raise ModelError(
+            f"no model at {model}",
+            "there is no such file",
+            "Check the path, or write user/repository:QUANTISATION for a file of the Hub",
+        )
+    if not _HUB_ID.fullmatch(model):
+        raise ModelError(
+            f"no model at {model}",
+            "there is no such directory",
+            "Give a local Hugging Face directory, or a Hub id such as Qwen/Qwen3-0.6B",
+        )
+
+
+def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+    """The files of a Hub id; where the Hub has none, a model of nearly this name is proposed."""
+    try:
+        return hub.download(model, revision, patterns, _LEFT_OUT)
+    except ModelError as error:
+        if similar := _similar_name(model):
+            raise ModelError(error.what, error.why, f"Give {similar}, if you mean that") from error
+        raise
 
 
 def _similar_name(name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forethought import __version__
+from forethought import __version__, methods
 from forethought.cli import main as cli
 from forethought.config import registry
 from forethought.errors import EngineStopped, ParameterError
@@ -208,6 +208,25 @@ def test_a_method_of_ones_own_may_be_in_the_current_directory(tmp_path, monkeypa
     assert sys.path == path, "another command may run elsewhere"
     assert cli.main(["methods", "own_methods:Mine"]) == 2
     assert "in the current directory" in one_line(capsys)
+
+
+def test_a_package_of_ones_own_imports_its_other_files_at_any_time(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "beside.py").write_text("WORDS = 'read while it runs'\n")
+    (package / "__init__.py").write_text(
+        "from forethought.scaffolding import NativeGenerationController\n\n\n"
+        "class Mine(NativeGenerationController):\n"
+        '    """A method in a package."""\n\n'
+        "    def words(self):\n"
+        "        from .beside import WORDS\n\n"
+        "        return WORDS\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert cli.main(["methods", "own_package:Mine"]) == 0
+    assert "A method in a package." in capsys.readouterr().out
+    assert methods.create("own_package:Mine").words() == "read while it runs"
 
 
 def test_only_what_is_named_is_imported_from_the_current_directory(tmp_path, monkeypatch, capsys):

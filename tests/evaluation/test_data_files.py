@@ -9,6 +9,7 @@ import pytest
 
 import hub_server
 from forethought.errors import DependencyError, UsageError
+from forethought.evaluation import problems
 from forethought.evaluation.data_files import read_records
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "Größe?", "answer": "3"}]
@@ -232,3 +233,19 @@ def test_why_the_hub_gives_no_data_set_is_told(hub, tmp_path):
     assert "cannot be reached" in unreachable
     hub.failing = 503
     assert "HTTP 503" in asked(hub.environment(tmp_path), "org/data")[0]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
+def test_numbers_that_json_does_not_have_are_refused_with_file_and_line(tmp_path, number):
+    (tmp_path / "a.jsonl").write_text(LINES + f'{{"question": "1?", "answer": {number}}}\n')
+    with pytest.raises(UsageError, match=r"bad problem at .*a\.jsonl:3: not JSON: "):
+        read_records(tmp_path / "a.jsonl")
+
+
+def test_an_answer_of_parquet_that_is_no_number_is_refused_with_its_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"question": "1?", "answer": 1.5}, {"question": "2?", "answer": float("nan")}]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"bad problem at .*a\.parquet:row 2: .*is nan"):
+        problems.load(tmp_path / "a.parquet")

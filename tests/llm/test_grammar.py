@@ -326,7 +326,7 @@ def test_the_limit_of_size_can_be_lowered():
 
 
 def test_what_llguidance_finds_too_large_is_refused_as_such():
-    with pytest.raises(ParameterError, match="it is too large to be compiled"):
+    with pytest.raises(ParameterError, match=r"it is too large to be compiled|it takes more than"):
         follow({"regex": "|".join(f"w{n * 7919 % 1000003}.*" for n in range(90_000))})
     with pytest.raises(ParameterError, match=r"too large to be compiled: .*too many expressions"):
         follow({"regex": "a" * 1_000_000})
@@ -361,6 +361,8 @@ STATES = "((.|\\n)*{}(.|\\n){{60}})*"
 
 
 PATTERNS = [{"type": "string", "pattern": f"w{n}(.|\\n)*x"} for n in range(40)]
+NAMES = {"patternProperties": {f"^{n}[a-z]*$": {"type": "integer"} for n in range(1000)}}
+DOUBLED = "\n".join(f"A{n}: A{n - 1} A{n - 1}" for n in range(1, 14))
 
 
 @pytest.mark.parametrize(
@@ -372,13 +374,42 @@ PATTERNS = [{"type": "string", "pattern": f"w{n}(.|\\n)*x"} for n in range(40)]
         slow({"grammar": "start: A\nA: " + " & ".join(f"/{STATES.format(c)}/" for c in "abcd")}),
         slow({"grammar": f"start: A\nA: ~(~/{STATES.format('a{3}')}/ | ~/{STATES.format('b')}/)"}),
         slow({"json": {"allOf": PATTERNS}}),
+        {"regex": "(.*)" * 8000},
+        {"grammar": "start: /" + "(.*)" * 8000 + "/"},
+        {"grammar": f"start: A13\nA0: /.*/\n{DOUBLED}"},
+        {"json": {"type": "object", **NAMES}},
     ],
-    ids=["schema", "escaped", "embedded", "intersection", "negation", "patterns"],
+    ids=[
+        *("schema", "escaped", "embedded", "intersection", "negation", "patterns"),
+        *("empty parts", "empty parts of a grammar", "doubled terminals", "patterns of names"),
+    ],
 )
 def test_what_would_compile_for_ever_is_refused_at_a_limit_of_processor_time(shape, monkeypatch):
-    monkeypatch.setattr("forethought.llm.grammar.TRIAL_SECONDS", 1)
-    with pytest.raises(ParameterError, match="takes more than 1 seconds of processor time"):
+    monkeypatch.setattr("forethought.llm.grammar.TRIAL_SECONDS", 0.1)
+    with pytest.raises(ParameterError, match=r"takes more than 0\.1 seconds of processor time"):
         follow(shape, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
+
+
+def test_what_a_trial_finds_wrong_is_not_compiled_again(monkeypatch):
+    import llguidance
+
+    class Reader:
+        grammar_from_regex = llguidance.LLMatcher.grammar_from_regex
+
+    of = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+    monkeypatch.setattr(llguidance, "LLMatcher", Reader)  # which compiles nothing
+    with pytest.raises(ParameterError, match="its expressions have too many states"):
+        follow({"regex": "(.*)" * 501}, of)
+
+
+def test_objects_and_lists_of_enums_are_counted_before_they_are_compiled():
+    assert follow({"json": {"enum": [{"a": n, "b": [n]} for n in range(200)]}})
+    assert follow({"json": {"enum": list(range(20_000))}})
+    many = {"anyOf": [{"enum": [[n] for n in range(30_000)]}]}
+    with pytest.raises(ParameterError, match="an enum has 30,000 objects and lists; max is 2000"):
+        follow({"json": many})
+    with pytest.raises(ParameterError, match="hold 100,002 values, and at most 50,000"):
+        follow({"json": {"const": [list(range(99_997)), []]}})
 
 
 @pytest.mark.slow

@@ -17,6 +17,10 @@ class Generation:
     def first_token_time(self):
         return 1.0 if self.size else None
 
+    @property
+    def num_events(self):
+        return self.size + self.finished
+
     def grow(self, stream, size, finished=False):
         """One step of the engine; returns whether an output was delivered."""
         self.size, self.finished = size, finished
@@ -144,5 +148,19 @@ def test_a_pause_ends_with_the_generation():
         await pausing
         await stream.pause(1e6)  # nor does one begin afterwards
         assert not stream._waiters
+
+    asyncio.run(main())
+
+
+def test_an_output_that_has_been_returned_does_not_come_again():
+    async def main():
+        stream, generation = reader()
+        (near,) = await settled(stream.next())
+        assert generation.grow(stream, 3)
+        assert await near == 3
+        (near,) = await settled(stream.next())
+        assert not generation.grow(stream, 3)  # as where a waiting coroutine wakes the thread up
+        assert generation.grow(stream, 4)
+        assert await near == 4
 
     asyncio.run(main())

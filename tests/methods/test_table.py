@@ -1,5 +1,7 @@
 """The table of methods: what there is, with which settings, and how it is created."""
 
+import sys
+
 import pytest
 
 from forethought import methods
@@ -125,3 +127,31 @@ def test_the_worker_tags_are_those_of_all_controllers_inside():
 def test_a_setting_of_the_wrong_kind_is_refused_by_name(name, settings):
     with pytest.raises(UsageError, match=r"invalid \w+|unknown effort"):
         methods.create(name, **settings)
+
+
+def test_a_constructor_of_ones_own_that_raises_is_named_with_what_it_raised(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "raising_method.py").write_text(
+        "from forethought.errors import ParameterError\n"
+        "from forethought.scaffolding import NativeGenerationController\n\n\n"
+        "class Mine(NativeGenerationController):\n"
+        "    def __init__(self, depth: int = 0):\n"
+        "        super().__init__()\n"
+        "        if depth > 9:\n"
+        "            raise ParameterError('depth is too large')\n"
+        "        self.share = 1 / depth\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "raising_method", raising=False)
+    what = r"cannot make the method 'raising_method:Mine': raising_method\.Mine\(\.\.\.\) raised "
+    with (
+        caplog.at_level("DEBUG", "forethought.methods.table"),
+        pytest.raises(UsageError, match=what + "ZeroDivisionError: division by zero") as caught,
+    ):
+        methods.create("raising_method:Mine")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "self.share = 1 / depth" in caplog.text
+    with pytest.raises(ParameterError, match="depth is too large"):
+        methods.create("raising_method:Mine", depth=10)
+    assert methods.create("raising_method:Mine", depth=2).share == 0.5

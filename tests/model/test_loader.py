@@ -159,7 +159,7 @@ def test_auto_dtype_is_that_of_the_checkpoint(
 ) -> None:
     module = models.transformers_model(models.tiny("llama"))
     models.save_random(module.config, tmp_path / "half", dtype=torch.bfloat16)
-    monkeypatch.setattr("forethought.model.loader.has_fast_matmul", lambda *_: True)
+    monkeypatch.setattr("forethought.model.auto_dtype.has_fast_matmul", lambda *_: True)
     assert load(tmp_path / "half").dtype == torch.bfloat16
 
 

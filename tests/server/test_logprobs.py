@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from forethought import AsyncLLM
+from forethought.assets import REASONER, embedded_dir
 from forethought.llm.reasoning import ReasoningSplitter
+from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import Logprob
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.backends.remote_backend import RemoteBackend
@@ -317,3 +319,35 @@ def test_special_tokens_of_another_server_are_scored_where_they_are(server: Serv
     assert passed["text"] == direct["text"]
     for column in ("tokens", "text_offset"):
         assert passed["logprobs"][column] == direct["logprobs"][column]
+
+
+def test_through_another_server_with_a_tokenizer_a_chat_has_the_same_tokens(server: Served) -> None:
+    tokenizer = Tokenizer.load(embedded_dir(REASONER))
+    backend = RemoteBackend(
+        UpstreamWorker([server.url], "reasoner"), "reasoner", tokenizer=tokenizer
+    )
+    with served(backend, Settings(stream_interval=0.0)) as front:
+        for fields in ({}, {"max_tokens": 20}, {"stop": "boxed"}):
+            for here, there in zip(chats(server, **fields), chats(front, **fields), strict=True):
+                assert [_tokens(scores) for scores in here[2:]] == [
+                    _tokens(scores) for scores in there[2:]
+                ]
+    backend.close()
+
+
+def _tokens(scores: list[dict[str, Any]]) -> list[str]:
+    return [score["token"] for score in scores]
+
+
+def test_the_last_tokens_that_a_text_of_another_server_is_without_are_left_out() -> None:
+    def taken(text: str, *tokens: str) -> list[str]:
+        sorted_tokens = AnswerLogprobs(texts_of_entries())
+        sorted_tokens.add([{-1: Logprob(-0.5, 1, token)} for token in tokens], [])
+        sorted_tokens.leave_out_ending(text)
+        _, content = sorted_tokens.take(AnswerSpans((0, 0), (0, 10**9)))
+        return [str(span.chosen and span.chosen.token) for span in content]
+
+    assert taken("It is 7.", "It", " is", " 7.", "<|end|>") == ["It", " is", " 7."]
+    assert taken("It is 7", "It", " is", " 7.", " STOP", "<|end|>") == ["It", " is", " 7."]
+    assert taken("It is 7.", "<|a|>", "It", " is", " 7.") == ["<|a|>", "It", " is", " 7."]
+    assert taken("", "<|end|>") == []

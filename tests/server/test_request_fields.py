@@ -484,3 +484,60 @@ def test_no_method_drops_a_sampling_field_of_its_request(script: Served, method:
             assert is_named or answer.error == plain.json.get("error"), (name, answer.text)
         else:
             assert is_honoured(name, method, tasks), (name, method)
+
+
+GETS = (
+    *("/health", "/version", "/metrics", "/openapi.json", "/v1/models", "/v1/models/scripted"),
+    *("/v1/methods", "/v1/drafters", "/v1/sampling", "/v1/tools", "/v1/examples", "/v1/load"),
+    *("/v1/responses/resp_1", "/api/tags", "/api/version"),
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *[("GET", path) for path in GETS],
+        *[("POST", path) for path in (*BODIES, "/v1/messages", "/v1/responses/resp_1/cancel")],
+        ("DELETE", "/v1/responses/resp_1"),
+    ],
+)
+def test_a_query_parameter_that_no_one_reads_is_refused_by_name(
+    script: Served, method: str, path: str
+) -> None:
+    answer = script.send(f"{path}?limit=3&%C3%BC", BODIES.get(path), method=method)
+    assert answer.status == 400
+    error = answer.json["error"]
+    if path.startswith("/api/"):
+        assert error == "the query parameter limit is not supported"
+    else:
+        assert (error["param"], error["code"]) == ("limit", "unsupported_parameter")
+
+
+def test_query_parameters_are_read_or_refused_as_fields_are(script: Served) -> None:
+    created = script.send(RESPONSES, BODIES[RESPONSES]).json
+    path = f"{RESPONSES}/{created['id']}"
+    assert (
+        script.send(f"{path}?stream=false&include_obfuscation=false", method="GET").json == created
+    )
+    assert script.send(f"{path}?stream=true&starting_after=0", method="GET").status == 200
+    for query, param in {
+        "include[]=message.output_text.logprobs": "include[]",
+        "stream=perhaps": "stream",
+        "stream=true&starting_after=-1": "starting_after",
+        "starting_after=1": "starting_after",
+        "stream=true&include_obfuscation=true": "include_obfuscation",
+    }.items():
+        refused = script.send(f"{path}?{query}", method="GET")
+        assert (refused.status, refused.json["error"]["param"]) == (400, param)
+
+
+def test_a_page_and_a_client_that_names_a_beta_are_answered_with_their_query(
+    script: Served,
+) -> None:
+    body = {"max_tokens": 8, "messages": [{"role": "user", "content": QUESTION}]}
+    assert script.send("/v1/messages?beta=true", body).status == 200
+    assert (
+        script.send("/v1/messages/count_tokens?beta=true", {**body, "max_tokens": None}).status
+        == 200
+    )
+    assert script.send("/?chat=1", method="GET").status == 200

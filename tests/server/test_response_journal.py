@@ -23,6 +23,7 @@ from openai import OpenAI
 from forethought.errors import UsageError
 from forethought.llm.tool_messages import as_text
 from forethought.server import response_journal
+from forethought.server.endpoints.responses import _encoded, shown
 from forethought.server.http import HttpError
 from forethought.server.response_journal import JournalFile, Replay, ResponseJournal
 from forethought.server.response_store import Record
@@ -228,6 +229,33 @@ def test_a_stream_of_many_events_leaves_turns_to_others() -> None:
     assert sum(sizes) == 1000
     assert max(sizes) <= 256
     assert num_turns >= len(sizes) - 1
+
+
+def test_a_large_response_is_written_in_pieces_beside_the_event_loop(monkeypatch) -> None:
+    """No call of ``json`` is about all of it, in which no other thread would have its turn."""
+    sizes: list[int] = []
+    encode_whole = json.JSONEncoder.encode
+
+    def encode(self: json.JSONEncoder, value: Any) -> str:
+        sizes.append(len(text := encode_whole(self, value)))
+        return text
+
+    async def play() -> tuple[bytes, bytes]:
+        record = Record({"id": "resp_1"}, "", [])
+        scores = [{"token": str(n), "logprob": -0.5, "top_logprobs": []} for n in range(20_000)]
+        part = {"type": "output_text", "text": "a", "logprobs": scores}
+        record.response["output"] = [{"type": "message", "content": [part]}]
+        record.add("response.completed", response=record.response)
+        record.finish()
+        monkeypatch.setattr(json.JSONEncoder, "encode", encode)
+        events = b"".join([data async for data in _encoded(record, 0)])
+        return bytes((await shown(record)).body), events
+
+    body, events = asyncio.run(play())
+    assert len(body) > 10**6
+    assert max(sizes) < 1000
+    event = json.loads(events.partition(b"data: ")[2])
+    assert event["response"] == json.loads(body)
 
 
 def test_a_response_whose_file_cannot_be_written_goes_on_in_memory(

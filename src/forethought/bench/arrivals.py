@@ -9,7 +9,6 @@ writes have further fields, such as ``fork_of`` (``tracing/trace_mooncake.py``).
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation import problems
 from forethought.scaffolding.settings import POSITIVE_INT, validated
+from forethought.strict_json import read_json
 
 BLOCK_SIZE = 512
 """Tokens per block in a trace."""
@@ -123,7 +123,7 @@ def _arrival(request: TraceRequest) -> Arrival:
 
 def _trace_request(line: str, where: str, index: int) -> TraceRequest:
     try:
-        return _parse(json.loads(line), where, index)
+        return _parse(read_json(line), where, index)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"no request at {where}",

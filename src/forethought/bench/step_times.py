@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from forethought.errors import ParameterError, UsageError
 from forethought.saved_file import save_text
+from forethought.strict_json import read_json
 
 if TYPE_CHECKING:
     from forethought.llm.llm import LLM
@@ -99,7 +100,7 @@ class MeasuredEngine:
         """Read a file of ``save``; raises UsageError if it is none."""
         fix = "Write one with forethought bench cluster --save-step-times FILE"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path.read_text(encoding="utf-8"))
             steps = tuple(_read_step(step) for step in values["steps"])
             limits = {name: values[name] for name in LIMITS}
             engine = cls(**limits, steps=steps, label=str(values.get("label", "")))

@@ -7,7 +7,6 @@ command's defaults. ``--set KEY=VALUE`` is a setting of a method.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,6 +20,7 @@ from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import SAMPLES as SAMPLE_NUM
 from forethought.methods.stack import split
 from forethought.model_dir import check_tokenizer_files, checked_model_dir, find_model_dir
+from forethought.strict_json import read_json
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -109,8 +109,8 @@ def with_samples(spec: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _scalar(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return read_json(text)
+    except (ValueError, RecursionError):
         return text
 
 

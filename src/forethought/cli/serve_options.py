@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from forethought.cli import options
 from forethought.cli.judge import add_reward_server_options
+from forethought.strict_json import read_json
 
 HOST, PORT = "127.0.0.1", 8000
 """Where a server listens by default."""
@@ -37,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def _json_object(text: str) -> dict[str, Any]:
     """An option that is a JSON object."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from error
     if not isinstance(value, dict):

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from forethought.config.base import STRICT, RequestParams, refusal, request_params
 from forethought.errors import ParameterError
+from forethought.strict_json import read_json
 
 _SHOWN = "{} in guided_decoding"
 
@@ -20,9 +21,9 @@ def _schema_text(schema: Any) -> str:
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     try:
-        read = json.loads(schema) if isinstance(schema, str) else schema
+        read = read_json(schema) if isinstance(schema, str) else schema
         if isinstance(read, Mapping):
-            return json.dumps(dict(read), ensure_ascii=False)
+            return json.dumps(dict(read), ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise _refuse_schema(schema, "it is nested too deeply") from None
     except (TypeError, ValueError) as error:

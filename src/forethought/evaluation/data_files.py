@@ -18,7 +18,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from forethought.errors import DependencyError, UsageError
 from forethought.hub import explain_hub_error, hub_has_answered
+from forethought.strict_json import read_json
 
 _SPLITS = (r"test", r"validation|valid|val|dev")
 _NO_DATA = frozenset({"dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})
@@ -52,9 +53,14 @@ class Record:
     """The same with the last part of the path alone."""
 
     def get(self, *fields: str) -> Any:
-        """The value of the first of ``fields`` that is present and not empty; None without one."""
+        """The value of the first of ``fields`` that is present and not empty; None without one.
+        ``UsageError`` for NaN and infinity, which Parquet can hold.
+        """
         values = (self.values.get(field) for field in fields)
-        return next((value for value in values if value not in (None, "")), None)
+        value = next((value for value in values if value not in (None, "")), None)
+        if isinstance(value, float) and not math.isfinite(value):
+            self.refuse(f"{' or '.join(map(repr, fields))} is {value}", "Give a finite number")
+        return value
 
     def text(self, *fields: str) -> str:
         """The text in the first of ``fields`` that is present; ``UsageError`` if there is none."""
@@ -298,8 +304,8 @@ def _opened(path: Path) -> io.TextIOBase:
 
 def _parsed(text: str, where: str, expected: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return read_json(text)
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"bad problem at {where}", f"not JSON: {error}", f"Write {expected}"
         ) from error

@@ -59,6 +59,9 @@ class OutputStream(Generic[Output]):
         """The next output is made once the generation has this many tokens. Set on the client's
         loop, reset by the engine thread when it makes an output; each callback sets it again for
         the coroutines that still wait."""
+        self._num_events = 0
+        """Events of the generation that the newest output was made after; nobody waits for the same
+        one again."""
         self._waiters: dict[asyncio.Future[None], float] = {}
         """What coroutines await -> tokens they wait for; infinity: the end."""
         self._newest: Output | None = None
@@ -90,10 +93,11 @@ class OutputStream(Generic[Output]):
         """
         failure: Exception | None = generation.failure
         size, has_tokens = generation.size, generation.first_token_time is not None
-        is_wanted = has_tokens and size >= self._min_tokens
+        is_new = generation.num_events > self._num_events
+        is_wanted = has_tokens and is_new and size >= self._min_tokens
         if failure is None and not generation.finished and not is_wanted:
             return None
-        self._min_tokens = math.inf
+        self._min_tokens, self._num_events = math.inf, generation.num_events
         try:
             output = None if failure else self.read(generation)
         except Exception as error:  # fails this request only

@@ -125,8 +125,12 @@ class GrammarConstraint:
 
 def read_error(matcher: LLMatcher) -> str:
     """The matcher's error in one line; empty if there is none."""
-    words = matcher.get_error().removesuffix("<non-verbose/>").split()
-    return " ".join(words)[:400]
+    return one_line(matcher.get_error())
+
+
+def one_line(error: str) -> str:
+    """llguidance's message without line ends, and not at any length."""
+    return " ".join(error.removesuffix("<non-verbose/>").split())[:400]
 
 
 def _shared(path: list[int], output: list[int]) -> int:

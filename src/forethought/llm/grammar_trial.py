@@ -2,8 +2,8 @@
 
 llguidance cannot be interrupted, and what a thread of the server compiles takes the server's
 memory. So a grammar that might take for ever is first compiled here, in a process of its own that
-the system ends at a limit: by a signal, which is the answer. Otherwise it exits with 0, also where
-the grammar is wrong, which the compilation proper will say.
+the system ends at a limit: by a signal, which is the answer. Otherwise it exits with 0 and writes
+what is wrong with the grammar, if anything is.
 
 Input, as JSON: ``tokenizer`` (the text of a tokenizer.json), ``ends`` (ids that end an output),
 ``grammar`` (llguidance's), ``limits`` (of ``LLParserLimits``), ``stack_bytes``, ``memory_bytes``
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -36,11 +37,12 @@ def _compile(request: dict[str, Any]) -> None:
 
     tokens = LLTokenizer(request["tokenizer"], eos_token=request["ends"] or None)
     _limit(resource.RLIMIT_AS, _bytes_in_use() + request["memory_bytes"])
-    _limit(resource.RLIMIT_CPU, request["processor_seconds"])
+    signal.setitimer(signal.ITIMER_PROF, request["processor_seconds"])  # of all threads, from here
     limits = LLParserLimits(**request["limits"])
     matcher = LLMatcher(tokens, request["grammar"], log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
+    sys.stdout.write(matcher.get_error())
 
 
 def _bytes_in_use() -> int:

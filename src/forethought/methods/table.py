@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forethought.config.registry import Registry
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ForethoughtError, ParameterError, UsageError
 from forethought.scaffolding.settings import REQUIRED, Setting, settings_of
 
 if TYPE_CHECKING:
     from forethought.scaffolding.controller import Controller
     from forethought.scaffolding.thinking import ThinkingUse
+
+logger = logging.getLogger(__name__)
 
 BY_METHOD = "settings by method"
 SettingsByMethod = Annotated[Mapping[str, Mapping[str, Any]], BY_METHOD]
@@ -199,7 +202,7 @@ class MethodTable:
         if missing := [name for name in required if name not in values]:
             what, fix = f"method {spec!r} needs {missing[0]!r}", f"Set {missing[0]}=..."
             raise ParameterError(what, "it has no default", fix, param=missing[0])
-        controller: Controller = method(**values)
+        controller: Controller = _made(method, spec, values)
         return controller
 
     def _nested(self, parameter: str, value: Any) -> Any:
@@ -213,6 +216,27 @@ class MethodTable:
                 param=parameter,
             )
         return self.create(method, **settings)
+
+
+def _made(method: Any, spec: Any, values: Mapping[str, Any]) -> Any:
+    """A controller of a class. Raises UsageError for what the constructor of a class that is not
+    shipped raises, with the traceback in the log at level DEBUG; errors of ours stay as they are.
+    """
+    try:
+        return method(**values)
+    except ForethoughtError:
+        raise
+    except Exception as error:
+        if str(method.__module__).startswith("forethought."):
+            raise  # a fault of ours
+        logger.debug("the constructor of method %r failed", spec, exc_info=True)
+        name = f"{method.__module__}.{method.__qualname__}"
+        raise UsageError(
+            f"cannot make the method {spec!r}",
+            f"{name}(...) raised {type(error).__name__}: {error}",
+            "Fix its constructor or the settings that it is given; the traceback is in the log at "
+            "level DEBUG",
+        ) from error
 
 
 def _check_method(method: Any, name: Any) -> None:

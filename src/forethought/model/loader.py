@@ -25,6 +25,7 @@ from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.attention_layers import AttentionLayers
+from forethought.model.auto_dtype import auto_dtype
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import (
     CausalLM,
@@ -34,13 +35,12 @@ from forethought.model.causal_lm import (
     TransformersNetwork,
 )
 from forethought.model.checkpoint_module import (
-    CheckpointConfig,
     CheckpointModule,
     open_checkpoint,
 )
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.decoder_layers import DecoderLayers
-from forethought.model.device import free_host_memory, has_fast_matmul
+from forethought.model.device import has_fast_matmul
 from forethought.model.fused_ops import has_kernels
 from forethought.model.hidden_states import decoder_layers
 from forethought.model.layer_window import check_layer_window, check_mapped_dtype
@@ -71,8 +71,6 @@ logger = logging.getLogger(__name__)
 Forward = Literal["auto", "native", "torch"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOAT32_SHARE = 0.5
-"""Share of the free memory that the weights may take in float32, where 16 bits are slow."""
 MAX_SMALL_WEIGHTS = 50_000_000
 """Weights of a model up to which the native forward is as fast as torch's best kernels."""
 _TRIAL_TOKENS = 4
@@ -153,7 +151,11 @@ def load(
         layer_window=layer_window,
     )
     attention_name = attention if isinstance(attention, str) else attention.name
-    refusal = _settings_refusal(settings, attention_name, forward)
+    return _load(settings, _settings_refusal(settings, attention_name, forward))
+
+
+def _load(settings: _LoadSettings, refusal: str | None) -> CausalLM:
+    """``refusal``: why, by the settings, no model can run natively; None: one could."""
     _check_settings(settings, refusal)
     lm = _load_plain_checkpoint(settings) if refusal is None else None
     return _load_module(settings, refusal) if lm is None else lm
@@ -292,7 +294,7 @@ def _read_module(settings: _LoadSettings, *, may_be_native: bool) -> PreTrainedM
     if dtype == "auto":
         rounds_input = device.type == "cpu"
         is_quantized = settings.quantization is not None
-        dtype = _auto_dtype(directory, config, device, is_quantized, may_be_native)
+        dtype = auto_dtype(directory, config, device, is_quantized, may_be_native)
     if settings.layer_window is not None:
         check_mapped_dtype(dtype, config, directory)
     module = checked_module(directory, config, dtype, settings.trust_remote_code, rounds_input)
@@ -348,7 +350,7 @@ def _checkpoint_dtype(module: CheckpointModule, settings: _LoadSettings) -> torc
     dtype = settings.dtype
     if dtype == "auto":
         is_quantized = settings.quantization is not None or module.has_blocks
-        dtype = _auto_dtype(
+        dtype = auto_dtype(
             settings.directory, module.config, torch.device("cpu"), is_quantized, native=True
         )
     if isinstance(dtype, torch.dtype):
@@ -541,53 +543,6 @@ def _num_weights(module: PreTrainedModel | CheckpointModule) -> int:
     return sum(weight.numel() for weight in module.parameters()) + sum(
         part.in_features * part.out_features for part in quantised
     )
-
-
-def _auto_dtype(
-    directory: Path, config: Any, device: torch.device, quantised: bool, native: bool
-) -> torch.dtype | str:
-    """What ``"auto"`` means: the checkpoint's dtype, unless the CPU has no fast products in it.
-
-    Then it is float32, if that takes at most a share of the free memory. On a CPU quantised weights
-    are multiplied by bf16, the dtype of torch's kernels for them, unless it is slow and the model
-    runs natively; those that are dequantised as they are read are not quantised any more.
-    """
-    settings, dequantised = getattr(config, "quantization_config", None), False
-    if settings is not None:
-        from forethought.model import quantized_checkpoint
-
-        settings = quantized_checkpoint.settings_of(directory, config)
-        dequantised = settings is not None and quantized_checkpoint.is_dequantised(settings)
-    if quantised or (settings is not None and not dequantised):
-        if device.type != "cpu":
-            return "auto"
-        slow = not has_fast_matmul(torch.bfloat16, device)
-        is_native = native and (
-            isinstance(config, CheckpointConfig)
-            or backends.cpu().causal_lm_class(config) is not None
-        )
-        return torch.float32 if slow and is_native else torch.bfloat16
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
-    if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
-        return "auto"
-    stored_size = torch.float8_e4m3fn.itemsize if dequantised else stored.itemsize
-    size = _weight_bytes(directory) * torch.float32.itemsize // stored_size
-    if size > FLOAT32_SHARE * free_host_memory():
-        logger.warning(
-            "this CPU has no fast products in %s, and the weights in float32 would take more than "
-            "half of the free memory: steps will be slow%s",
-            stored,
-            "" if dequantised else '. Use quantization="int8"',
-        )
-        return "auto"
-    logger.info("weights in float32: this CPU has no fast products in %s", stored)
-    return torch.float32
-
-
-def _weight_bytes(directory: Path) -> int:
-    in_directory = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
-    files = gguf_files(directory) or in_directory
-    return sum(path.stat().st_size for path in files)
 
 
 def _check_capabilities(

@@ -28,6 +28,7 @@ from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import NON_NEGATIVE_FLOAT, validated
 from forethought.scaffolding.trace_values import checked, decoded
+from forethought.strict_json import read_json
 
 VERSION = 1
 
@@ -213,7 +214,7 @@ class Trace:
         trace.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = read_json(Path(path).read_text(encoding="utf-8"))
             if not isinstance(values, dict) or values.get("version") != VERSION:
                 raise ValueError(f"it is no trace of version {VERSION}")
             spans = values.get("spans")

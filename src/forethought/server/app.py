@@ -17,10 +17,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -28,7 +29,8 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forethought import __version__
-from forethought.errors import ForethoughtError
+from forethought.errors import ForethoughtError, ParameterError
+from forethought.server.api_route import ApiRoute
 from forethought.server.backends.backend import Backend
 from forethought.server.body_route import BodyRoute
 from forethought.server.endpoints import catalog, ollama, responses
@@ -110,6 +112,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url=None,  # FastAPI would make it on the event loop
     )
+    app.router.route_class = ApiRoute
     app.state.settings = chosen
     _add_bodies(app)
     _add_responses(app)
@@ -263,19 +266,23 @@ def _add_responses(app: FastAPI) -> None:
         request: Request,
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
+        include_obfuscation: Literal["false"] | None = None,
     ) -> Response:
         """A stored response; or its events after a number."""
+        if starting_after is not None and not stream:
+            why, fix = "it is about a stream", "Add stream=true, or leave it out"
+            raise ParameterError("starting_after needs stream", why, fix, param="starting_after")
         record = await _response_of(request, response_id)
         if stream:
             return responses.resumed(record, starting_after)
-        return JSONResponse(record.response)
+        return await responses.shown(record)
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str, request: Request) -> Response:
         """End a response that goes on."""
         record = await _response_of(request, response_id)
         await record.cancel()
-        return JSONResponse(record.response)
+        return await responses.shown(record)
 
     @app.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str, request: Request) -> Response:
@@ -367,7 +374,11 @@ def _add_page(app: FastAPI) -> None:
         names = ["/", f"/{path.name}"] if path.name == "index.html" else [f"/{path.name}"]
         for name in names:
             app.router.add_api_route(
-                name, partial(_file, path), methods=["GET"], include_in_schema=False
+                name,
+                partial(_file, path),
+                methods=["GET"],
+                include_in_schema=False,
+                route_class_override=APIRoute,
             )
 
 

@@ -9,11 +9,11 @@ from typing import Any, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
+from forethought.server.api_route import ApiRoute
 from forethought.server.http import HttpError
 from forethought.server.protocol.body import check_values, path_of
 from forethought.server.service import service_of
@@ -22,7 +22,7 @@ _MAX_COMPLAINTS = 1000
 """Of the fields of a body; more are counted and not described."""
 
 
-class BodyRoute(APIRoute):
+class BodyRoute(ApiRoute):
     """A route to ``async def endpoint(body: Model, request: Request) -> Response``.
 
     FastAPI finds and documents it like any route. FastAPI's own handling of each request

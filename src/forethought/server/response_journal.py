@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forethought.server.http import HttpError
+from forethought.server.json_pieces import read_pieces, write_pieces
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"
 """Kinds of the last event of a response."""
 _T = TypeVar("_T")
 _VERSION = 1
+_ENCODER = json.JSONEncoder()
+"""It keeps no state."""
 _SUFFIX = ".jsonl"
 _DELTA = ".delta"
 """How the kinds of events end that have a part of a text."""
@@ -275,7 +278,7 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     values, num_bytes = list[dict[str, Any]](), 0
     for line in data.splitlines(keepends=True):
         try:
-            value = json.loads(line)
+            value = read_pieces(line.decode())
         except ValueError:
             break
         number = len(values) - 1  # of an event; the first line is none
@@ -298,7 +301,9 @@ def _remove_unlocked(path: Path) -> None:
 
 
 def _write(descriptor: int, value: Mapping[str, Any]) -> None:
-    line = memoryview(json.dumps(value).encode() + b"\n")
+    is_whole = value.get("type") in ENDS  # it has all of the response
+    text = write_pieces(value, _ENCODER) if is_whole else _ENCODER.encode(value).encode()
+    line = memoryview(text + b"\n")
     while line:
         line = line[os.write(descriptor, line) :]
 

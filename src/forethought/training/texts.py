@@ -36,6 +36,7 @@ from forethought.methods.parts.probe import (
     PROBE_SUFFIX,
     THINK_END,
 )
+from forethought.strict_json import read_json
 from forethought.training.prompts import OnTexts
 from forethought.training.teacher import Teacher
 
@@ -158,8 +159,8 @@ def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                records.append((number, json.loads(line) if line.startswith("{") else line))
-            except json.JSONDecodeError as error:
+                records.append((number, read_json(line) if line.startswith("{") else line))
+            except (ValueError, RecursionError) as error:
                 raise UsageError(
                     f"{path}:{number} is not JSON", str(error), "Fix the line"
                 ) from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.errors import ParameterError
+from forethought.strict_json import read_json
 from forethought.workers.routing import shown_url, url_error
 
 if TYPE_CHECKING:
@@ -153,8 +154,8 @@ def _given(value: Any, default: Any) -> Any:
 def _extra_body(text: str | None) -> dict[str, Any]:
     """The object in ``--extra-body``; raises ParameterError if it is no JSON object."""
     try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+        value = read_json(text or "{}")
+    except (ValueError, RecursionError) as error:
         raise ParameterError("--extra-body is no JSON", str(error), "Quote it for the shell") from (
             error
         )

@@ -26,7 +26,6 @@ of different models; a critic beside a unit-test generator; any other component 
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from pydantic import Field
 
 from forethought.config.base import StrictModel
 from forethought.errors import DependencyError, ParameterError, UnknownNameError
+from forethought.strict_json import read_json
 
 DEFAULT: Mapping[str, Any] = {
     "layers": [
@@ -183,7 +183,7 @@ def _read(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix not in (".yaml", ".yml"):
-            return json.loads(text)
+            return read_json(text)
         try:
             yaml = importlib.import_module("yaml")
         except ImportError as error:

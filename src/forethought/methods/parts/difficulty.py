@@ -32,6 +32,7 @@ from forethought.errors import ParameterError
 from forethought.saved_file import save_text
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import GenerationTask
+from forethought.strict_json import read_json
 
 PROBES = "probes"
 """Stands for the probes' own vote, where a method is named."""
@@ -84,7 +85,7 @@ class Policy:
         """
         try:
             if isinstance(source, str | Path):
-                source = json.loads(Path(source).read_text(encoding="utf-8"))
+                source = read_json(Path(source).read_text(encoding="utf-8"))
             return _POLICY.validate_python(source)
         except (OSError, ValueError, ValidationError) as error:
             if isinstance(error, ParameterError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from forethought.server.backends.backend import (
     Prompted,
     worker_table,
 )
+from forethought.strict_json import read_json
 from forethought.workers.scripted import Reply, ScriptedWorker
 
 _OTHER = "*"
@@ -81,7 +81,7 @@ def read_script(path: Path) -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        value = read_json(text) if path.suffix == ".json" else _yaml(text)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the script in {path}", str(error), "") from error
     if isinstance(value, list):

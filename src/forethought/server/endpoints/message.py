@@ -291,6 +291,8 @@ class AnswerTokens:
         """What is missing at the end of ``answer``, which ``output`` has become."""
         if not self._has_streamed:
             self._tokens.add(output.logprobs or (), output.token_ids or ())
+        if self._service.backend.llm is None:
+            self._tokens.leave_out_ending(output.text or "")
         spans = answer_spans(output.text or "", answer, self._service, self._prompted)
         return self._tokens.take(spans)
 

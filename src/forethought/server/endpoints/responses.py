@@ -32,6 +32,7 @@ from forethought.server.http import (
     until_disconnected,
 )
 from forethought.server.job import Job
+from forethought.server.json_pieces import LARGE, write_pieces
 from forethought.server.protocol.chat_request import (
     Function,
     RefusalPart,
@@ -96,7 +97,15 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         record.task.cancel()
     if run.error is not None:
         raise run.error
-    return JSONResponse(record.response)
+    return await shown(record)
+
+
+async def shown(record: Record) -> Response:
+    """A response as it is now; a large one is written beside the event loop."""
+    if record.finished is None or record.num_bytes < LARGE:
+        return JSONResponse(record.response)
+    content = await asyncio.to_thread(write_pieces, record.response)
+    return Response(content, media_type="application/json")
 
 
 def _num_alternatives(body: ResponseRequest) -> int | None:
@@ -176,11 +185,11 @@ async def _take_over(service: Service, saved: Saved, tenant: str) -> None:
     with ExitStack() as held:
         if not saved.has_ended:
             held.enter_context(service.admitted())
-            body = ResponseRequest.model_validate(saved.request["body"])
+            body = await asyncio.to_thread(ResponseRequest.model_validate, saved.request["body"])
             messages = saved.request["messages"]
             prepare = partial(_prepared, service, body, Caller(tenant), messages, record)
             await service.backend.prepare()
-            job, _, tools = await service.workers.run(prepare, tenant, len(str(messages)))
+            job, _, tools = await service.workers.run(prepare, tenant, record.num_bytes)
             log.info("response %s goes on after event %d", record.id, len(record.events) - 1)
         service.store.make_room(tenant)
         service.store.add(record)
@@ -234,7 +243,18 @@ def resumed(record: Record, after: int | None) -> Response:
 async def _encoded(record: Record, first: int) -> AsyncGenerator[bytes, None]:
     async with aclosing(record.follow(first)) as batches:
         async for batch in batches:
-            yield b"".join(encode(event["type"], event) for event in batch)
+            if record.num_bytes < LARGE or all(e["type"].endswith(".delta") for e in batch):
+                yield b"".join(encode(event["type"], event) for event in batch)
+            else:
+                yield await asyncio.to_thread(_encoded_in_pieces, batch)
+
+
+def _encoded_in_pieces(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Events of which some have all of a large text, with its log-probabilities."""
+    parts = []
+    for event in events:
+        parts += [f"event: {event['type']}\ndata: ".encode(), write_pieces(event), b"\n\n"]
+    return b"".join(parts)
 
 
 # ---- the input -----------------------------------------------------------------------------------

@@ -105,6 +105,14 @@ class AnswerLogprobs:
         """Further tokens, with the arguments of ``TokenSpans.add``."""
         self._waiting.extend(self._spans.add(entries, ids))
 
+    def leave_out_ending(self, text: str) -> None:
+        """Leave out the last tokens that ``text``, which another server has returned, does not end
+        with, not even with a part of them: what ended the generation, which only servers of which
+        each token is known here can tell by its place.
+        """
+        while self._waiting and not _ends_with_part(text, self._waiting[-1]):
+            self._waiting.pop()
+
     def take(
         self, spans: AnswerSpans, position: int | None = None
     ) -> tuple[list[Span], list[Span]]:
@@ -191,6 +199,14 @@ def completion_logprobs(spans: Sequence[Span], top: int) -> dict[str, Any]:
 def _chosen(entry: TokenLogprobs, token: int | None) -> Logprob:
     logprob = None if token is None else entry.get(token)
     return logprob or next(iter(entry.values()))
+
+
+def _ends_with_part(text: str, span: Span) -> bool:
+    """Whether a text ends with a token, or is cut within it; of a part of a character or a token
+    without an entry that is not known: True.
+    """
+    token = "" if span.chosen is None or span.chosen.raw is not None else span.chosen.token or ""
+    return not token or any(text.endswith(token[:end]) for end in range(1, len(token) + 1))
 
 
 def _ranked(entry: Mapping[int, Logprob]) -> list[Logprob]:
