@@ -65,7 +65,7 @@ MAX_INTERSECTIONS = 16
 STACK_BYTES = 512 * 2**20
 """Address space of a compiling thread's stack. llguidance recurses along chains of references; a
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
-TRIAL_SECONDS, TRIAL_BYTES = 0.5, 2**30
+TRIAL_SECONDS, TRIAL_BYTES = 2, 2**30
 """Processor time and memory of the process in which a grammar is tried that may take for ever."""
 EXIT_SECONDS = 10.0
 """How long the end of the program waits for grammars that are being compiled."""
