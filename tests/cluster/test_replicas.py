@@ -270,7 +270,8 @@ def test_a_kill_under_streams_of_all_kinds_changes_none(
     assert engine_of(cluster).num_moved - before >= 5
 
 
-@pytest.mark.parametrize("count", [90, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [90, 3])
 def test_a_kill_of_the_target_in_the_middle_of_moves_changes_no_stream(
     cluster: AsyncLLM, expected: list[Any], count: int
 ) -> None:

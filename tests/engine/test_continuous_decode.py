@@ -96,7 +96,7 @@ def run(machine: Engine, each: List[SamplingParams]) -> list[Sequence]:
     return made
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", by_turns([*ARCHITECTURES], every=2))
 def test_all_architectures_generate_what_single_steps_do(architecture: str) -> None:
     machine = made(8, architecture)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]

@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count_calls(monkeypatch, drafting=False)
 
 
-KINDS = by_turns(ALL_RECURRENT, ["float32", "bfloat16"], [None, "w8a8", "int8"])
+KINDS = by_turns(ALL_RECURRENT, ["float32", "bfloat16"], [None, "w8a8", "int8"], every=2)
 
 
 @pytest.mark.parametrize(

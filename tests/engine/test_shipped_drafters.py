@@ -130,7 +130,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
 
 
 @pytest.mark.parametrize(
-    ("name", "params"), by_turns(POINTS, {"sampled": SAMPLED, "penalised": PENALISED})
+    ("name", "params"), by_turns(POINTS, {"sampled": SAMPLED, "penalised": PENALISED}, every=3)
 )
 def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
     name: str, params: SamplingParams

@@ -196,7 +196,10 @@ GRAPH_CASES: dict[str, Case] = {
 @pytest.mark.parametrize(
     ("case", "has_graphs"),
     [
-        *(pytest.param(case, False, id=name) for name, case in CASES.items()),
+        *(
+            pytest.param(case, False, id=name, marks=[pytest.mark.slow] * (number % 2))
+            for number, (name, case) in enumerate(CASES.items())
+        ),
         *(pytest.param(case, True, id=f"{name}, graphs") for name, case in GRAPH_CASES.items()),
     ],
 )

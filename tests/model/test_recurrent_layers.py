@@ -74,7 +74,7 @@ def generated(machine: Engine, **changes: object) -> list[list[int]]:
     return outputs(sequences)
 
 
-@pytest.mark.parametrize("architecture", [*RECURRENT, *RECURRENT_VARIANTS])
+@pytest.mark.parametrize("architecture", by_turns([*RECURRENT, *RECURRENT_VARIANTS], every=2))
 def test_requests_that_come_and_go_generate_what_transformers_does(architecture: str) -> None:
     """Prompts are cut into chunks that end anywhere, beside decodes."""
     machine = engine(architecture, pages=80, max_num_tokens=23)

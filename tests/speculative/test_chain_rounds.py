@@ -135,7 +135,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return made
 
 
-@pytest.mark.parametrize("kind", by_turns([*ALL_KINDS], every=2))
+@pytest.mark.parametrize("kind", by_turns([*ALL_KINDS], every=3))
 def test_rounds_generate_and_store_what_single_steps_and_the_reference_do(
     kind: str, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +150,7 @@ def test_rounds_generate_and_store_what_single_steps_and_the_reference_do(
     expect_same(several, run(kind, 8))
 
 
-@pytest.mark.parametrize("kind", ["draft model", "eagle3", "all accepted"])
+@pytest.mark.parametrize("kind", by_turns(["draft model", "eagle3", "all accepted"], every=2))
 def test_neither_pages_nor_graphs_nor_padding_nor_the_number_of_rounds_matter(
     kind: str, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,7 +253,14 @@ def test_heads_with_more_or_fewer_captured_layers_and_biases(diary: list[Seen]) 
         diary.clear()
 
 
-@pytest.mark.parametrize("growth", [CHAIN, STATIC, DYNAMIC], ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "growth",
+    [
+        pytest.param(CHAIN, id="chain", marks=pytest.mark.slow),
+        pytest.param(STATIC, id="static", marks=pytest.mark.slow),
+        pytest.param(DYNAMIC, id="dynamic"),
+    ],
+)
 def test_requests_ask_for_shorter_drafts_each_for_itself(
     diary: list[Seen], growth: dict[str, Any]
 ) -> None:

@@ -57,8 +57,11 @@ SLOW = pytest.mark.slow
             DraftTargetDecodingConfig(draft_choices=TREE, **SAME_MODEL),
             marks=SLOW,
         ),
-        DraftTargetDecodingConfig(draft_choices=TREE, draft_sampling="sampled", **MODEL),
-        PearlDecodingConfig(max_draft_len=4, **SAME_MODEL),
+        pytest.param(
+            DraftTargetDecodingConfig(draft_choices=TREE, draft_sampling="sampled", **MODEL),
+            marks=SLOW,
+        ),
+        pytest.param(PearlDecodingConfig(max_draft_len=4, **SAME_MODEL), marks=SLOW),
         pytest.param(PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL), marks=SLOW),
         pytest.param(
             EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle")), marks=SLOW
@@ -79,7 +82,7 @@ SLOW = pytest.mark.slow
             MedusaDecodingConfig(speculative_model=shared_heads(), tree="most_probable"),
             marks=SLOW,
         ),
-        MTPDecodingConfig(max_draft_len=4, speculative_model=saved()),
+        pytest.param(MTPDecodingConfig(max_draft_len=4, speculative_model=saved()), marks=SLOW),
         pytest.param(
             MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),
             marks=SLOW,
