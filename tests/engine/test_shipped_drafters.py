@@ -29,11 +29,13 @@ from forethought.model.runner import ModelRunner
 from forethought.speculative.drafter import Target
 from models import greedy
 from shipped import POINTS, QUESTIONS, SHIPPED, shipped
+from turns import by_turns
 
 TOKENS = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=TOKENS, ignore_eos=True)
 PENALISED = SAMPLED.replace(seed=6, repetition_penalty=1.1, frequency_penalty=0.1)
+DRAWN = {"sampled": SAMPLED, "penalised": PENALISED}
 
 
 @functools.cache
@@ -99,24 +101,11 @@ SETTINGS = {  # batch, chunked, reuse: every pair of values occurs
 }
 
 
-def by_turns(names: tuple[str, ...], cases: dict[str, Any]) -> list[Any]:
-    """All cases for all drafters; each has one of them among the quick tests, by turns."""
-    return [
-        pytest.param(
-            *(name, case),
-            id=f"{name}-{label}",
-            marks=[pytest.mark.slow] if place != number % len(cases) else [],
-        )
-        for number, name in enumerate(names)
-        for place, (label, case) in enumerate(cases.items())
-    ]
-
-
-@pytest.mark.parametrize(("name", "setting"), by_turns(SHIPPED, SETTINGS))
+@pytest.mark.parametrize(("name", "setting"), by_turns(SHIPPED, [*SETTINGS]))
 def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
-    name: str, setting: tuple[int, bool, bool]
+    name: str, setting: str
 ) -> None:
-    batch, chunked, reuse = setting
+    batch, chunked, reuse = SETTINGS[setting]
     config, floor = shipped(name)
     budget = {1: 24, 7: 160}[batch] if chunked else 512  # a prompt is of 30 to 41 tokens
     engine = machine(config, reuse, chunked_prefill=chunked, max_num_tokens=budget)
@@ -129,13 +118,9 @@ def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
     expect_empty(engine)
 
 
-@pytest.mark.parametrize(
-    ("name", "params"), by_turns(POINTS, {"sampled": SAMPLED, "penalised": PENALISED}, every=3)
-)
-def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
-    name: str, params: SamplingParams
-) -> None:
-    engine = machine(shipped(name)[0])
+@pytest.mark.parametrize(("name", "kind"), by_turns(POINTS, [*DRAWN], every=3))
+def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(name: str, kind: str) -> None:
+    engine, params = machine(shipped(name)[0]), DRAWN[kind]
     sequences = run(engine, 7, params)
     assert outputs(sequences) == drawn(params)
     assert per_step(sequences) > 1.5
