@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from page.browser import Browser
-from page.stand_in import StandIn
+from page.stand_in import Item, StandIn, finished
 from page.steps import READY, ask, open_page, shows, status, texts
 from page.streams import echo, votes
 
@@ -36,33 +36,33 @@ def asked(browser: Browser, *questions: str) -> None:
         status(browser, "Answered")
 
 
-def listed(browser: Browser, *titles: str) -> None:
+def listed(browser: Browser, *titles: str, selector: str = TITLES) -> None:
     """Wait until the list has these titles, in this order."""
     condition = "JSON.stringify([...document.querySelectorAll(args[0])].map((e) => e.textContent))"
-    browser.wait(f"{condition} === JSON.stringify(args[1])", TITLES, list(titles))
+    browser.wait(f"{condition} === JSON.stringify(args[1])", selector, list(titles))
 
 
-def current(browser: Browser) -> list[str]:
-    """The titles that are marked as shown."""
-    return texts(browser, "#chat-list [aria-current] > :first-child")
+def marked(browser: Browser, *titles: str) -> None:
+    """Wait until these are marked as shown."""
+    listed(browser, *titles, selector="#chat-list [aria-current] > :first-child")
 
 
 def test_on_a_wide_screen_chats_are_listed_beside_the_conversation_as_they_begin(wide: Browser):
     with StandIn(echo) as server:
         open_page(wide, server.address)
-        assert "There is none yet" in wide.text("#side #chat-list")
+        shows(wide, "#side #chat-list", "There is none yet")
         asked(wide, "one", "two")
         listed(wide, "two", "one")
-        assert current(wide) == ["two"]
+        marked(wide, "two")
         wide.click("#chat-list li:last-child .open")
         shows(wide, ".turn .answer", "answer to one")
-        assert current(wide) == ["one"]
+        marked(wide, "one")
         listed(wide, "two", "one")
         ask(wide, "three")
         listed(wide, "one", "two")
         status(wide, "Answered")
         wide.click("#new")
-        assert current(wide) == []
+        marked(wide)
         columns = "return ['#side', '.talk', '#inspector'].map((s) => document.querySelector(s)"
         lefts = wide.run(columns + ".getBoundingClientRect().left)")
         assert lefts == sorted(lefts)
@@ -227,7 +227,11 @@ def test_chats_of_the_first_version_stay_and_are_in_their_order(wide: Browser):
 def test_a_chat_is_found_by_its_answer_and_by_the_name_of_its_file(wide: Browser, tmp_path: Any):
     path = tmp_path / "nuts.csv"
     path.write_text("6")
-    with StandIn(echo) as server:
+
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        return echo(body) if body["input"][0]["content"] == "one" else [finished("seven")]
+
+    with StandIn(run) as server:
         open_page(wide, server.address)
         asked(wide, "one")
         wide.click("#new")
@@ -267,3 +271,16 @@ def test_a_chat_of_another_tab_is_listed_when_the_window_has_the_focus_again(wid
         listed(wide, "elsewhere", "one")
         asked(wide, "two")
         listed(wide, "two", "elsewhere", "one")
+
+
+def test_the_rows_stay_when_the_window_has_the_focus_and_no_other_tab_did_anything(wide: Browser):
+    stays = """
+        const row = document.querySelector("#chat-list li");
+        dispatchEvent(new Event("focus"));
+        await new Promise((resolve) => setTimeout(resolve, 500));
+        return row.isConnected;
+    """
+    with StandIn(echo) as server:
+        open_page(wide, server.address)
+        asked(wide, "one")
+        assert wide.run_async(stays), "a row that is pressed to come back to the window is opened"

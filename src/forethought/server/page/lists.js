@@ -17,6 +17,11 @@ export function titleOf(chat) {
   return short(chat.title ?? "", 200) || short(chat.turns[0]?.question ?? "Empty", 90);
 }
 
+/** What a list of chats shows, to compare. @param {Conversation[]} chats */
+function stateOf(chats) {
+  return JSON.stringify(chats.map((chat) => [chat.id, chat.used, titleOf(chat), chat.turns.length]));
+}
+
 /** The time of day, or the day if it is another one. @param {number} time in milliseconds since 1970 */
 function timeOf(time) {
   const [then, now] = [new Date(time), new Date()];
@@ -68,7 +73,7 @@ export class ChatList {
     this.filter.addEventListener("input", () => this.search());
     byId("export-chats").addEventListener("click", () => this.save(this.chats, "chats.json"));
     takeFiles("chats", "import-chats", (text) => this.take(text), "chats-note");
-    addEventListener("focus", () => this.isStill && this.update()); // another tab may have asked
+    addEventListener("focus", () => this.isStill && this.catchUp());
     this.side = new Side(() => this.update());
   }
 
@@ -94,6 +99,12 @@ export class ChatList {
     this.chats = await this.library.chats();
     this.answers = null;
     await this.search();
+  }
+
+  /** @private Takes in what other tabs did; where they did nothing the rows stay, as one of them may be pressed just now. */
+  async catchUp() {
+    const chats = await this.library.chats();
+    if (stateOf(chats) !== stateOf(this.chats) && this.isStill) await this.update();
   }
 
   /** @private Lists the chats with the words that are searched. */

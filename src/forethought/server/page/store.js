@@ -43,7 +43,6 @@ function open() {
     }
     const chats = /** @type {IDBTransaction} */ (request.transaction).objectStore("conversations");
     chats.createIndex("used", "used");
-    numberByClock(chats);
   };
   return new Promise((resolve, reject) => {
     request.onblocked = () => reject(new Error("an older page is open in another tab: close that one, and load this one again"));
@@ -52,15 +51,6 @@ function open() {
       resolve(database);
     }, reject);
   });
-}
-
-/** Numbers the chats of the first version, which had the clock alone. @param {IDBObjectStore} chats */
-function numberByClock(chats) {
-  const all = chats.getAll();
-  all.onsuccess = () => {
-    const byClock = all.result.sort((a, b) => lastUse(a) - lastUse(b));
-    byClock.forEach((chat, number) => chats.put({ ...chat, used: number + 1 }));
-  };
 }
 
 /** What this browser keeps. */
@@ -164,7 +154,7 @@ export class Store {
   }
 }
 
-/** @param {Conversation} a @param {Conversation} b */
+/** Puts the chat that was asked in last first; those of the first version have the clock alone. @param {Conversation} a @param {Conversation} b */
 export function byUse(a, b) {
   return (b.used ?? 0) - (a.used ?? 0) || lastUse(b) - lastUse(a);
 }
