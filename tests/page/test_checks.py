@@ -63,8 +63,21 @@ def test_axe_finds_no_accessibility_error(browser: Browser, scheme: str):
                 browser.press("Escape")
             browser.click("#new")
             assert violations(browser) == []
+            browser.resize(1440, 860)
+            shows(browser, "#side .open", "nuts")
+            browser.click("#chat-list .unfold")
+            assert violations(browser) == []
+            browser.click("#chat-list .open")
+            browser.wait("document.querySelector('#chat-list [aria-current]')")
+            browser.click_button("Delete", "#chat-list")
+            browser.click_button("Rename", "#chat-list")
+            assert violations(browser) == []
+            browser.set("#chat-filter", "acorn")
+            shows(browser, "#chat-list", "No chat has these words.")
+            assert violations(browser) == []
         finally:
             browser.media()
+            browser.resize(1280, 800)
 
 
 CODE = """```python

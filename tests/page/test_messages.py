@@ -167,6 +167,26 @@ def test_a_dropped_file_and_a_long_pasted_text_are_attached(browser: Browser):
         assert sent(server)[0][0].startswith(f"{table}\n\npasted-1.txt:\n```\nlong")
 
 
+def test_a_file_is_dropped_anywhere_on_the_page_but_not_behind_a_dialog(browser: Browser):
+    drop = """
+        const data = new DataTransfer();
+        data.items.add(new File(["a"], arguments[1], { type: "text/plain" }));
+        const drop = new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+        document.querySelector(arguments[0]).dispatchEvent(drop);
+        return drop.defaultPrevented;
+    """
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        assert browser.run(drop, "#inspector", "one.txt"), "it does not take the page's place"
+        shows(browser, "#attachments li", "one.txt")
+        browser.click("#open-help")
+        assert browser.run(drop, "#help", "two.txt")
+        browser.press("Escape")
+        assert browser.run(drop, "header.top", "three.txt")
+        shows(browser, "#attachments li", "three.txt")
+        assert len(texts(browser, "#attachments li")) == 2
+
+
 def test_sampling_fields_are_those_of_the_server_and_belong_to_the_chat(browser: Browser):
     value = "return document.querySelector(`#sampling [name=${arguments[0]}]`).value"
     with StandIn(echo) as server:
@@ -223,6 +243,74 @@ def test_a_deleted_question_takes_what_follows_it_along(browser: Browser):
         browser.wait("document.querySelector('.welcome')")
         browser.click("#open-chats")
         shows(browser, "#chat-list", "There is none yet")
+
+
+def test_a_fork_is_a_new_chat_up_to_an_answer_and_the_old_one_stays(browser: Browser):
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        for question in ("one", "two"):
+            ask(browser, question)
+            shows(browser, ".answer", f"answer to {question}")
+            status(browser, "Answered")
+        browser.click_button("Fork", ".turn")
+        status(browser, "This is a new chat, up to that answer.")
+        assert texts(browser, ".turn .answer") == ["answer to one"]
+        assert browser.run("return document.activeElement.id") == "question"
+        ask(browser, "three")
+        shows(browser, ".answer", "answer to three")
+        status(browser, "Answered")
+        assert sent(server)[-1] == ["one", "answer to one", "three"]
+        browser.click("#open-chats")
+        shows(browser, "#chat-list .open", "Fork of one")
+        assert texts(browser, "#chat-list .open > :first-child") == ["Fork of one", "one"]
+        browser.click("#chat-list li:last-child .open")
+        shows(browser, ".answer", "answer to two")
+        assert texts(browser, ".turn .answer") == ["answer to one", "answer to two"]
+        browser.click("#open-chats")
+        shows(browser, "#chat-list .open", "Fork of one")
+        browser.click_button("Delete", "#chat-list li:last-child")
+        browser.click_button("Really?", "#chat-list li:last-child")
+        browser.wait("document.querySelectorAll('#chat-list li').length === 1")
+        browser.reload()
+        browser.click("#open-chats")
+        shows(browser, "#chat-list .open", "Fork of one")
+        browser.click("#chat-list .open")
+        shows(browser, ".answer", "answer to three")
+        assert texts(browser, ".turn .answer") == ["answer to one", "answer to three"]
+        assert browser.text(".run .status") == "done", "its runs are its own"
+
+
+def test_a_fork_has_the_files_and_the_branch_that_is_shown(browser: Browser, tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("six nuts")
+    with StandIn(numbered) as server:
+        open_page(browser, server.address)
+        browser.type("#attach", str(tmp_path / "notes.txt"))
+        shows(browser, "#attachments li", "notes.txt")
+        ask(browser, "one")
+        status(browser, "Answered")
+        browser.click_button("Edit answer")
+        browser.set(".edit textarea", "Six.")
+        browser.click_button("Save as a branch")
+        shows(browser, ".note", "Written by hand")
+        browser.click_button("Fork")
+        status(browser, "This is a new chat")
+        assert texts(browser, ".turn .answer") == ["Six."]
+        assert not browser.run("return document.querySelector('.beside')")
+        ask(browser, "two")
+        shows(browser, ".answer", "and 3 messages")
+        status(browser, "Answered")
+        assert sent(server)[-1] == ["one\n\nnotes.txt:\n```\nsix nuts\n```", "Six.", "two"]
+
+
+def test_a_chat_is_not_forked_while_a_run_is_in_progress(browser: Browser):
+    with StandIn(lambda body: [started(), PAUSE, answer("six"), finished("six")]) as server:
+        open_page(browser, server.address)
+        ask(browser, "one")
+        shows(browser, ".turn", "one")
+        browser.click_button("Fork")
+        assert status(browser, "A run is in progress. Stop it first.")
+        server.released.set()
+        status(browser, "Answered")
 
 
 def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(browser: Browser):

@@ -7,7 +7,7 @@ import { byId, download, el, fill } from "./dom.js";
 import { toHtml, toJson } from "./export.js";
 import { RunView, comparison } from "./inspector.js";
 import { Library } from "./library.js";
-import { ChatList, RunList } from "./lists.js";
+import { ChatList, RunList, titleOf } from "./lists.js";
 import { LoadView } from "./load.js";
 import { Recorder, alone } from "./store.js";
 import { LEFT, ServerError, ask, get, setKey } from "./stream.js";
@@ -72,6 +72,7 @@ const conversation = new ConversationView(
     edit: (turn, question) => ifIdle(() => begin(tree.add(turn.parent, question, { files: turn.files }))),
     again: (turn) => ifIdle(() => begin(library.runOf(turn)?.answer ? tree.add(turn.parent, turn.question, { files: turn.files, begun: turn.begun }) : turn)),
     rewrite: (turn, answer, goesOn) => ifIdle(() => rewrite(turn, answer, goesOn)),
+    fork: (turn) => ifIdle(() => void fork(turn)),
     remove: (turn) => ifIdle(() => void removeTurn(turn)),
     show: (turn) => {
       const run = library.runOf(turn);
@@ -88,9 +89,12 @@ const conversation = new ConversationView(
 );
 
 const chatList = new ChatList(library, {
-  open: (chat) => openChat(chat),
-  changed: (chat) => {
-    if (chat.id === tree.conversation.id) tree.conversation.title = chat.title;
+  shown: () => tree.conversation.id,
+  open: async (chat) => openChat((await library.store.loadConversation(chat.id).catch(() => null)) ?? chat),
+  rename: async (chat, title) => {
+    if (chat.id !== tree.conversation.id) return library.rename(chat, title);
+    tree.conversation.title = title;
+    await keepConversation();
   },
   leave: async (chat) => {
     if (chat.id === tree.conversation.id) newChat();
@@ -128,8 +132,17 @@ function ifIdle(action) {
 function rewrite(turn, answer, goesOn) {
   const written = tree.add(turn.parent, turn.question, { files: turn.files, begun: answer });
   if (goesOn) return void begin(written);
-  keepConversation();
+  keepConversation(true);
   conversation.render(tree);
+}
+
+/** Begins a chat with the turns up to this one; the chat that was shown stays as it is. @param {Turn} turn */
+async function fork(turn) {
+  const { conversation: chat } = tree;
+  const title = `Fork of ${titleOf(chat).replace(/^Fork of /, "")}`;
+  await openChat(await library.fork(chat, tree.upTo(turn.id), title));
+  say("This is a new chat, up to that answer. The one it was forked from stays as it is.");
+  composer.question.focus();
 }
 
 /** Deletes a turn with its runs, and those below it. @param {Turn} turn */
@@ -138,6 +151,7 @@ async function removeTurn(turn) {
   for (const id of removed.flatMap((each) => each.runs)) await library.deleteRun(id);
   if (!tree.conversation.turns.length) {
     await library.deleteChat(tree.conversation);
+    chatList.put(tree.conversation);
     return newChat();
   }
   keepConversation();
@@ -153,7 +167,7 @@ async function begin(turn) {
   tree.conversation.settings = composer.settings;
   const run = library.begin({ request, conversation: tree.conversation.id, turn: turn.id, begun: turn.begun });
   turn.runs.push(run.id);
-  keepConversation();
+  keepConversation(true);
   conversation.render(tree);
   meter.changed();
   inspect(run);
@@ -361,13 +375,16 @@ function showLast() {
 
 // ---- what is kept ------------------------------------------------------------------------------
 
-function keepConversation() {
-  library.store.saveConversation(tree.conversation).catch(library.onFailure);
+/** @param {boolean} [isUsed] whether the chat comes first in the list now */
+async function keepConversation(isUsed = false) {
+  const chat = tree.conversation;
   try {
-    localStorage.setItem(CONVERSATION, tree.conversation.id);
+    localStorage.setItem(CONVERSATION, chat.id);
   } catch {
     // the conversation lasts as long as the page
   }
+  await library.store.saveConversation(chat, isUsed).catch(library.onFailure);
+  chatList.put(chat);
 }
 
 /** Loads the runs of the turns that are shown, and follows the one that goes on. */
@@ -423,6 +440,7 @@ function newChat() {
   clearViews();
   scrollTo(0, 0);
   say("");
+  chatList.refresh();
   composer.question.focus();
 }
 
@@ -486,7 +504,7 @@ function onKey(event) {
   if (isOpen || event.isComposing) return;
   if (event.key === "Escape") return active ? stop() : undefined;
   if (isCommand && event.shiftKey && event.key.toLowerCase() === "o") newChat();
-  else if (isCommand && !event.shiftKey && event.key === "k") chatList.show();
+  else if (isCommand && !event.shiftKey && event.key === "k") chatList.side.find();
   else if (!isTyping && !isCommand && event.key === "/") composer.question.focus();
   else if (!isTyping && !isCommand && event.key === "?") byId("help").showModal();
   else return;
@@ -500,7 +518,6 @@ byId("stop").addEventListener("click", stop);
 composer.form.addEventListener("input", () => meter.changed());
 byId("theme").addEventListener("click", nextTheme);
 byId("open-runs").addEventListener("click", () => runList.show(null));
-byId("open-chats").addEventListener("click", () => chatList.show());
 byId("open-help").addEventListener("click", () => byId("help").showModal());
 byId("new").addEventListener("click", newChat);
 for (const button of document.querySelectorAll("dialog .close")) button.addEventListener("click", () => button.closest("dialog")?.close());

@@ -79,18 +79,19 @@ export class Attachments {
     void this.add(files.length ? files : [pasted]);
   }
 
-  /** @private @param {HTMLElement} place */
+  /** @private Takes files that are dropped anywhere: a browser would open them in the place of the page. @param {HTMLElement} place to mark */
   takeDrops(place) {
     const mark = (/** @type {DragEvent} */ event, /** @type {boolean} */ isOver) => {
       if (!event.dataTransfer?.types.includes("Files")) return;
       event.preventDefault();
       place.classList.toggle("dropping", isOver);
     };
-    place.addEventListener("dragover", (event) => mark(event, true));
-    place.addEventListener("dragleave", (event) => mark(event, false));
-    place.addEventListener("drop", (event) => {
+    document.addEventListener("dragover", (event) => mark(event, true));
+    document.addEventListener("dragleave", (event) => mark(event, false));
+    document.addEventListener("drop", (event) => {
       mark(event, false);
-      void this.add([...(event.dataTransfer?.files ?? [])]);
+      const files = [...(event.dataTransfer?.files ?? [])];
+      if (files.length && !document.querySelector("dialog[open]")) void this.add(files);
     });
   }
 

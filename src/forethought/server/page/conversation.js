@@ -18,6 +18,7 @@ import { standing } from "./votes.js";
  * @property {(turn: Turn, question: string) => void} edit asks another question in the place of a turn's
  * @property {(turn: Turn) => void} again answers the question once more
  * @property {(turn: Turn, answer: string, goesOn: boolean) => void} rewrite puts another answer, which the model may go on with, in the place of a turn's
+ * @property {(turn: Turn) => void} fork begins a new chat with the turns up to this one
  * @property {(turn: Turn) => void} remove deletes a turn and those below it
  * @property {(turn: Turn) => void} show shows the run of a turn
  * @property {() => void} changed the turns that are shown have changed
@@ -192,6 +193,7 @@ class TurnView {
       el("span", { class: "spacer" }),
       this.goOn,
       quietButton("Regenerate", () => actions.again(turn)),
+      quietButton("Fork", () => actions.fork(turn), "Fork to a new chat, up to this answer"),
       run && quietButton("Show run", () => actions.show(turn)),
     );
     const answerHead = el("div", { class: "row" }, el("h3", {}, "Answer"), el("span", { class: "spacer" }), copyButton(() => answerOf(this.turn, this.run), "Copy the answer"), quietButton("Edit answer", () => this.editAnswer()));

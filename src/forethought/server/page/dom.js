@@ -51,7 +51,7 @@ export function careful(text, onclick, label) {
   const arm = () => {
     element.dataset.armed = "true";
     element.textContent = "Really?";
-    element.setAttribute("aria-label", `${label}: press again`);
+    element.setAttribute("aria-label", `Really? ${label}: press again`);
   };
   return element;
 }

@@ -101,8 +101,42 @@ export class Library {
 
   /** All chats, the last one that was asked in first. @returns {Promise<Conversation[]>} */
   async chats() {
-    const chats = await this.store.listConversations().catch((error) => (this.onFailure(error), []));
-    return chats.filter((chat) => chat.turns.length).sort((a, b) => lastUse(b) - lastUse(a));
+    return this.store.listConversations().catch((error) => (this.onFailure(error), []));
+  }
+
+  /** The answers of each chat, by its id. @returns {Promise<Map<string, string[]>>} */
+  async answers() {
+    /** @type {Map<string, string[]>} */
+    const answers = new Map();
+    for (const { conversation, answer } of await this.store.listRuns().catch(() => [])) {
+      if (conversation && answer) answers.set(conversation, [...(answers.get(conversation) ?? []), answer]);
+    }
+    return answers;
+  }
+
+  /** Names a chat, of which another tab may have more by now. @param {Conversation} chat @param {string} title */
+  async rename(chat, title) {
+    const kept = await this.store.loadConversation(chat.id).catch(() => null);
+    await this.store.saveConversation({ ...(kept ?? chat), title }).catch(this.onFailure);
+  }
+
+  /**
+   * Copies turns of a chat, with their runs, to a new one.
+   * @param {Conversation} chat
+   * @param {Turn[]} turns each below the one before
+   * @param {string} title
+   * @returns {Promise<Conversation>}
+   */
+  async fork(chat, turns, title) {
+    const shown = await Promise.all(turns.flatMap((turn) => turn.runs).map((id) => this.load(id)));
+    const runs = shown.flatMap((run) => [run, run && this.plainOf(run)]).filter((run) => run !== null);
+    const copy = renamed({
+      conversation: { ...chat, title, created: Date.now(), turns: structuredClone(turns), active: {} },
+      runs: runs.map((run) => ({ record: recordOf(run), events: structuredClone(run.events) })),
+    });
+    for (const { record, events } of copy.runs) this.runs.set(record.id, replay(record, events));
+    await this.keepChat(copy).catch(this.onFailure);
+    return copy.conversation;
   }
 
   /** Deletes a chat with its runs. @param {Conversation} chat */
@@ -129,25 +163,23 @@ export class Library {
    */
   async importChats(text) {
     const chats = chatsOf(text).map(renamed);
-    for (const { conversation, runs } of chats) {
-      for (const { record, events } of runs) {
-        await this.store.saveRun(record);
-        await this.store.saveEvents({ run: record.id, number: 0, events });
-      }
-      await this.store.saveConversation(conversation);
-    }
+    for (const chat of chats.toReversed()) await this.keepChat(chat); // the first of the file is first in the list
     return chats.map(({ conversation }) => conversation);
+  }
+
+  /** @private Keeps a chat that is new here, with its runs. @param {SavedChat} chat */
+  async keepChat({ conversation, runs }) {
+    for (const { record, events } of runs) {
+      await this.store.saveRun(record);
+      await this.store.saveEvents({ run: record.id, number: 0, events });
+    }
+    await this.store.saveConversation(conversation, true);
   }
 
   /** @private The records of a chat's runs, and of those that they were compared with. @param {Conversation} chat */
   async runsOf(chat) {
     return (await this.store.listRuns()).filter((record) => record.conversation === chat.id);
   }
-}
-
-/** When a chat was last asked in, in milliseconds since 1970. @param {Conversation} chat */
-export function lastUse(chat) {
-  return Math.max(chat.created, ...chat.turns.map((turn) => turn.created));
 }
 
 /** @param {string} text @returns {SavedChat[]} @throws {Error} if it is no file of chats */
@@ -174,7 +206,7 @@ function chatOf(chat) {
 
 /** What is kept of a run, with how it went. @param {Run} run @returns {RunRecord} */
 function recordOf(run) {
-  return { ...run.record, status: run.status, summary: summarize(run) };
+  return { ...run.record, status: run.status, summary: summarize(run), answer: run.answer };
 }
 
 /** A chat with new names for itself and its runs, so that it replaces none. @param {SavedChat} chat @returns {SavedChat} */

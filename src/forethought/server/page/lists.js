@@ -1,7 +1,8 @@
-// The dialogs that list what the browser keeps: chats, and runs.
+// The lists of what the browser keeps: chats, and runs.
 
 import { byId, careful, download, el, fill, quietButton } from "./dom.js";
-import { lastUse } from "./library.js";
+import { Side } from "./side.js";
+import { byUse, lastUse } from "./store.js";
 import { short } from "./text.js";
 
 /**
@@ -14,6 +15,17 @@ import { short } from "./text.js";
 /** What a chat is called: its title, or its first question. @param {Conversation} chat */
 export function titleOf(chat) {
   return short(chat.title ?? "", 200) || short(chat.turns[0]?.question ?? "Empty", 90);
+}
+
+/** What a list of chats shows, to compare. @param {Conversation[]} chats */
+function stateOf(chats) {
+  return JSON.stringify(chats.map((chat) => [chat.id, chat.used, titleOf(chat), chat.turns.length]));
+}
+
+/** The time of day, or the day if it is another one. @param {number} time in milliseconds since 1970 */
+function timeOf(time) {
+  const [then, now] = [new Date(time), new Date()];
+  return then.toDateString() === now.toDateString() ? then.toLocaleTimeString([], { timeStyle: "short" }) : then.toLocaleDateString([], { dateStyle: "medium" });
 }
 
 /** @param {string} dialog @param {string} input of files @param {(text: string) => Promise<void>} onFile @param {string} note */
@@ -38,49 +50,100 @@ function show(id) {
   if (!dialog.open) dialog.showModal();
 }
 
-/** The dialog of chats. */
+/** The chats, beside the conversation or in a dialog. */
 export class ChatList {
   /**
    * @param {Library} library
-   * @param {{open: (chat: Conversation) => void, changed: (chat: Conversation) => void, leave: (chat: Conversation) => Promise<void>}} actions
+   * @param {object} actions
+   * @param {() => string} actions.shown the id of the chat that is shown
+   * @param {(chat: Conversation) => void} actions.open
+   * @param {(chat: Conversation, title: string) => Promise<void>} actions.rename
+   * @param {(chat: Conversation) => Promise<void>} actions.leave
    */
   constructor(library, actions) {
     this.library = library;
     this.actions = actions;
     /** @type {Conversation[]} */
     this.chats = [];
-    byId("chat-filter").addEventListener("input", () => this.fill());
+    /** @type {Map<string, string[]> | null} of each chat, once they are searched */
+    this.answers = null;
+    /** The chat whose buttons are unfolded. */
+    this.unfolded = "";
+    this.filter = byId("chat-filter");
+    this.filter.addEventListener("input", () => this.search());
     byId("export-chats").addEventListener("click", () => this.save(this.chats, "chats.json"));
     takeFiles("chats", "import-chats", (text) => this.take(text), "chats-note");
+    addEventListener("focus", () => this.isStill && this.catchUp());
+    this.side = new Side(() => this.update());
   }
 
-  async show() {
-    fill(byId("chat-list"));
-    show("chats");
-    await this.update();
+  /** Takes in how a chat is now; one that has no turns is not listed. @param {Conversation} chat */
+  put(chat) {
+    this.answers = null;
+    this.chats = [chat, ...this.chats.filter((other) => other.id !== chat.id)].filter((each) => each.turns.length).sort(byUse);
+    this.refresh();
+  }
+
+  /** Shows which chat is shown now. */
+  refresh() {
+    if (this.isStill) this.fill();
+  }
+
+  /** @private Whether the list is in sight and no title is written in it. */
+  get isStill() {
+    return this.side.isOpen && !byId("chat-list").querySelector(".rename");
   }
 
   /** @private */
   async update() {
     this.chats = await this.library.chats();
+    this.answers = null;
+    await this.search();
+  }
+
+  /** @private Takes in what other tabs did; where they did nothing the rows stay, as one of them may be pressed just now. */
+  async catchUp() {
+    const chats = await this.library.chats();
+    if (stateOf(chats) !== stateOf(this.chats) && this.isStill) await this.update();
+  }
+
+  /** @private Lists the chats with the words that are searched. */
+  async search() {
+    if (this.wanted) this.answers ??= await this.library.answers();
     this.fill();
   }
 
   /** @private */
+  get wanted() {
+    return this.filter.value.trim().toLowerCase();
+  }
+
+  /** @private @param {Conversation} chat */
+  textsOf(chat) {
+    const written = chat.turns.flatMap((turn) => [turn.question, turn.begun ?? "", ...(turn.files ?? []).map((file) => file.name)]);
+    return [titleOf(chat), ...written, ...(this.answers?.get(chat.id) ?? [])];
+  }
+
+  /** @private Fills the list; the focus stays at its chat, or goes to the next one. */
   fill() {
-    const wanted = byId("chat-filter").value.trim().toLowerCase();
-    const holds = (/** @type {Conversation} */ chat) => [titleOf(chat), ...chat.turns.map((turn) => turn.question)].some((text) => text.toLowerCase().includes(wanted));
-    const rows = this.chats.filter(holds).map((chat) => this.row(chat));
+    const list = byId("chat-list");
+    const focused = [...list.querySelectorAll("li")].findIndex((row) => row.contains(document.activeElement));
+    const id = list.querySelectorAll("li")[focused]?.dataset.chat;
+    const { wanted } = this;
+    const rows = this.chats.filter((chat) => !wanted || this.textsOf(chat).some((text) => text.toLowerCase().includes(wanted))).map((chat) => this.row(chat));
     const none = wanted ? "No chat has these words." : "There is none yet: a question begins one.";
-    fill(byId("chat-list"), rows.length ? el("ul", { class: "kept" }, rows) : el("p", { class: "muted" }, none));
+    fill(list, rows.length ? el("ul", { class: "kept" }, rows) : el("p", { class: "muted" }, none));
     byId("export-chats").disabled = !this.chats.length;
+    if (focused < 0) return;
+    const row = rows.find((each) => each.dataset.chat === id) ?? rows[Math.min(focused, rows.length - 1)];
+    (row?.querySelector("button") ?? this.filter).focus();
   }
 
   /** @private @param {Conversation} chat */
   row(chat) {
     const title = titleOf(chat);
     const open = () => {
-      byId("chats").close();
+      this.side.choose();
       this.actions.open(chat);
     };
     const remove = async () => {
@@ -88,30 +151,50 @@ export class ChatList {
       await this.library.deleteChat(chat);
       await this.update();
     };
-    const about = `${chat.turns.length} ${chat.turns.length === 1 ? "question" : "questions"} · ${new Date(lastUse(chat)).toLocaleString()}`;
-    const opener = el("button", { type: "button", class: "quiet open", onclick: open }, el("span", { dir: "auto" }, title), el("span", { class: "muted small" }, about));
-    const row = el(
-      "li",
-      {},
-      opener,
+    const about = `${chat.turns.length} ${chat.turns.length === 1 ? "question" : "questions"} · ${timeOf(lastUse(chat))}`;
+    const current = chat.id === this.actions.shown() ? "true" : null;
+    const opener = el("button", { type: "button", class: "quiet open", "aria-current": current, onclick: open }, el("span", { dir: "auto" }, title), el("span", { class: "muted small" }, about));
+    const buttons = el(
+      "span",
+      { class: "buttons" },
       quietButton("Rename", () => this.rename(chat, opener), `Rename the chat: ${title}`),
       quietButton("Export", () => this.save([chat], `chat-${chat.id}.json`), `Export the chat: ${title}`),
       careful("Delete", remove, `Delete the chat: ${title}`),
     );
-    return row;
+    return el("li", { "data-chat": chat.id }, opener, this.unfolder(chat, title), buttons);
   }
 
-  /** @private @param {Conversation} chat @param {HTMLElement} place */
-  rename(chat, place) {
+  /** @private What unfolds the buttons of a chat where the column has no room for them. @param {Conversation} chat @param {string} title */
+  unfolder(chat, title) {
+    const toggle = () => {
+      this.unfolded = this.unfolded === chat.id ? "" : chat.id;
+      for (const row of byId("chat-list").querySelectorAll("li")) row.querySelector(".unfold").setAttribute("aria-expanded", String(row.dataset.chat === this.unfolded));
+    };
+    const isUnfolded = String(this.unfolded === chat.id);
+    return el("button", { type: "button", class: "quiet unfold", "aria-expanded": isUnfolded, "aria-label": `Rename, export or delete the chat: ${title}`, onclick: toggle }, "⋯");
+  }
+
+  /** @private @param {Conversation} chat @param {HTMLElement} opener in whose place the title is written */
+  rename(chat, opener) {
     const input = el("input", { type: "text", value: titleOf(chat), "aria-label": "Title", maxlength: 200 });
+    const close = () => {
+      form.replaceWith(opener);
+      opener.focus();
+    };
     const finish = async () => {
-      chat.title = input.value.trim();
-      this.actions.changed(chat);
-      await this.library.store.saveConversation(chat).catch(this.library.onFailure);
+      const title = input.value.trim();
+      close();
+      await this.actions.rename(chat, title);
       await this.update();
     };
-    const form = el("form", { class: "rename", onsubmit: (/** @type {Event} */ event) => (event.preventDefault(), finish()) }, input, el("button", { class: "primary" }, "Keep"));
-    place.replaceWith(form);
+    const onKey = (/** @type {KeyboardEvent} */ event) => {
+      if (event.key !== "Escape" || event.isComposing) return;
+      event.preventDefault();
+      event.stopPropagation(); // it stops no run and closes no dialog
+      close();
+    };
+    const form = el("form", { class: "rename", onkeydown: onKey, onsubmit: (/** @type {Event} */ event) => (event.preventDefault(), finish()) }, input, el("button", { class: "primary" }, "Keep"));
+    opener.replaceWith(form);
     input.select();
   }
 

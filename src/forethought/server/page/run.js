@@ -27,6 +27,7 @@ import { grow } from "./tools.js";
  * @property {string} [begun] the beginning of the answer, which the request has
  * @property {string} [plainOf] the run that this one repeats with plain decoding
  * @property {string} [status]
+ * @property {string} [answer] once it is over, for the search among chats
  * @property {object} [summary]
  *
  * @typedef {[start: number, end: number, accepted: boolean, drafter: string, text?: string]} DraftSpan

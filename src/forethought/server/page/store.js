@@ -6,8 +6,9 @@
  * @typedef {import("./attachments.js").Attachment} Attachment
  * @typedef {{id: string, parent: string | null, question: string, runs: string[], created: number, files?: Attachment[], begun?: string}} Turn
  *   `begun`: the answer's beginning, or without a run all of it, as the user wrote it
- * @typedef {{id: string, created: number, title?: string, turns: Turn[], active: Record<string, string>, settings?: import("./composer.js").Settings}} Conversation
- *   `active` names the turn shown below each turn; the first turns are below `""`
+ * @typedef {{id: string, created: number, used?: number, title?: string, turns: Turn[], active: Record<string, string>, settings?: import("./composer.js").Settings}} Conversation
+ *   `active` names the turn shown below each turn; the first turns are below `""`.
+ *   `used` is one more than that of any other chat when this one was last asked in: the order of chats, whatever the clock said
  */
 
 const TAIL = "forethought.tail";
@@ -26,15 +27,30 @@ function result(request) {
   });
 }
 
+/** When a chat was last asked in, in milliseconds since 1970. @param {Conversation} chat */
+export function lastUse(chat) {
+  return Math.max(chat.created, ...chat.turns.map((turn) => turn.created));
+}
+
 /** @returns {Promise<IDBDatabase>} */
 function open() {
-  const request = indexedDB.open("forethought", 1);
-  request.onupgradeneeded = () => {
-    request.result.createObjectStore("runs", { keyPath: "id" });
-    request.result.createObjectStore("events", { keyPath: ["run", "number"] });
-    request.result.createObjectStore("conversations", { keyPath: "id" });
+  const request = indexedDB.open("forethought", 2);
+  request.onupgradeneeded = ({ oldVersion }) => {
+    if (oldVersion < 1) {
+      request.result.createObjectStore("runs", { keyPath: "id" });
+      request.result.createObjectStore("events", { keyPath: ["run", "number"] });
+      request.result.createObjectStore("conversations", { keyPath: "id" });
+    }
+    const chats = /** @type {IDBTransaction} */ (request.transaction).objectStore("conversations");
+    chats.createIndex("used", "used");
   };
-  return result(request);
+  return new Promise((resolve, reject) => {
+    request.onblocked = () => reject(new Error("an older page is open in another tab: close that one, and load this one again"));
+    result(request).then((database) => {
+      database.onversionchange = () => database.close(); // a newer page is open in another tab
+      resolve(database);
+    }, reject);
+  });
 }
 
 /** What this browser keeps. */
@@ -101,14 +117,30 @@ export class Store {
     await this.use("runs", "readwrite", (store) => store.delete(id));
   }
 
-  /** @param {Conversation} conversation */
-  async saveConversation(conversation) {
-    await this.use("conversations", "readwrite", (store) => store.put(conversation));
+  /**
+   * Keeps a conversation.
+   * @param {Conversation} conversation
+   * @param {boolean} [isUsed] whether it comes before all others now; it gets its number in the same transaction, whatever other tabs do
+   */
+  async saveConversation(conversation, isUsed = false) {
+    const transaction = (await this.database).transaction("conversations", "readwrite");
+    const chats = transaction.objectStore("conversations");
+    const latest = chats.index("used").openKeyCursor(null, "prev");
+    await new Promise((resolve, reject) => {
+      latest.onsuccess = () => {
+        if (isUsed) conversation.used = Number(latest.result?.key ?? 0) + 1;
+        chats.put(conversation);
+        transaction.commit(); // even if the page is left now
+      };
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+    });
   }
 
-  /** @returns {Promise<Conversation[]>} */
+  /** The conversations that have turns, the last one that was asked in first. @returns {Promise<Conversation[]>} */
   async listConversations() {
-    return this.use("conversations", "readonly", (store) => store.getAll());
+    const all = await this.use("conversations", "readonly", (store) => store.getAll());
+    return all.filter((chat) => chat.turns.length).sort(byUse);
   }
 
   /** @param {string} id */
@@ -120,6 +152,11 @@ export class Store {
   async loadConversation(id) {
     return (await this.use("conversations", "readonly", (store) => store.get(id))) ?? null;
   }
+}
+
+/** Puts the chat that was asked in last first; those of the first version have the clock alone. @param {Conversation} a @param {Conversation} b */
+export function byUse(a, b) {
+  return (b.used ?? 0) - (a.used ?? 0) || lastUse(b) - lastUse(a);
 }
 
 /**
