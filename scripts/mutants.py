@@ -942,8 +942,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/chain_steps.h",
-        "(steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 1);",
-        "(steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 2);",
+        "if (steps.states) store_states(call);",
+        "if (steps.states && !step) store_states(call);",
         "tests/engine/test_recurrent_drafts.py -k 'hidden_states and mtp'",
     ),
     Mutant(
