@@ -77,6 +77,7 @@ RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
 LAYER_WINDOW = "tests/backends/test_layer_window.py"
+DRAFT_MODULES = "tests/speculative/test_native_modules.py"
 NATIVE_EXPERTS = "tests/backends/test_native_experts.py"
 ADAPTERS = "tests/engine/test_adapters.py"
 ADAPTER = "tests/model/test_adapter.py"
@@ -907,6 +908,43 @@ MUTANTS = [
         "NUM_DECODED + 1 + 2 * draft_len",
         "NUM_DECODED + 1 + draft_len",
         "tests/engine/test_recurrent_drafts.py -k share_no_memory",
+    ),
+    # MTP modules whose block is no layer of a Llama-like model.
+    Mutant(
+        "backends/cpu/cpp/module_forward.h",
+        "hand_out(batch, call.x, share, batch.last_normed);",
+        "hand_out(batch, call.x, share, batch.last);",
+        f"{DRAFT_MODULES} -k gated",
+    ),
+    Mutant(
+        "backends/cpu/cpp/join.h",
+        "if (join.zero_first && call.positions[t] == 0)",
+        "if (false)",
+        f"{DRAFT_MODULES} -k 'gated and other'",
+    ),
+    Mutant(
+        "backends/cpu/cpp/drafts.h",
+        "(model.join->feeds_normed ? call.last_normed : call.last) = outputs.data();",
+        "(model.join->feeds_normed ? call.last : call.last_normed) = outputs.data();",
+        f"{DRAFT_MODULES} -k gated",
+    ),
+    Mutant(
+        "backends/cpu/mtp_block.py",
+        "return found if trial.agrees(native, attention) else None",
+        "return found",
+        f"{DRAFT_MODULES} -k more_than_its_parts",
+    ),
+    Mutant(
+        "backends/cpu/module_forward.py",
+        "last = int(forward_pass.batch.positions.max()) + further",
+        "last = int(forward_pass.batch.positions.max())",
+        f"{DRAFT_MODULES} -k rotation",
+    ),
+    Mutant(
+        "backends/cpu/cpp/chain_steps.h",
+        "if (steps.states) store_states(call);",
+        "if (steps.states && !step) store_states(call);",
+        "tests/engine/test_recurrent_drafts.py -k 'hidden_states and mtp'",
     ),
     Mutant(
         "backends/cpu/cpp/chain_steps.h",

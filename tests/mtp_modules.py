@@ -37,6 +37,25 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
+def bigram_module(architecture: str, layout: str = "qwen") -> Path:
+    """A module that drafts well for ``models.bigram``: what it gives is mostly the embedding of the
+    token, as there.
+    """
+    path = Path(_directory().name) / f"{architecture}-bigram"
+    [module] = random_modules(architecture, 1, layout)
+    hidden = module.eh_proj.out_features
+    both = [torch.eye(hidden), 0.2 * torch.randn(hidden, hidden) / hidden**0.5]
+    module.eh_proj.weight.data = torch.cat(both[:: -1 if module.layout.hidden_first else 1], 1)
+    module.enorm.weight.data.fill_(1.0)
+    module.model.base_model.norm.weight.data.fill_(1.0)
+    for name, weight in module.model.base_model.layers.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.data *= 0.03
+    save_modules([module], path, layout)
+    return path
+
+
+@functools.cache
 def saved(architecture: str = "llama", count: int = 1, layout: str = "deepseek") -> Path:
     """A directory with such modules alone; made once per process."""
     path = Path(_directory().name) / f"{architecture}-{count}-{layout}"

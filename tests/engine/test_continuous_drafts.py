@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Sequence as List
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from clocked_policy import Clocked
 from eagle_heads import random_head
 from engines import change_advance, drain, engine, engine_over, expect_empty, load_poisoned, outputs
 from forethought.assets import reasoner_dir
@@ -36,9 +36,7 @@ from forethought.speculative.drafter import ResourceManager
 from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.policy import (
     FixedLength,
-    LengthPolicy,
     LengthRequest,
-    SkippedSteps,
     StepRecord,
 )
 from forethought.speculative.step_runner import Advance, DecodeRow, SingleSteps
@@ -391,26 +389,6 @@ def test_under_measured_lengths_steps_with_drafts_are_continuous(control: dict[s
     assert max(calls) > 4
     assert machine.stats.accepted > 0
     expect_empty(machine)
-
-
-class Clocked:
-    """A policy that is told of the same times in each run: 1 ms per call and 1 ms per forward."""
-
-    def __init__(self, policy: LengthPolicy, calls: list[int]) -> None:
-        self._policy, self._calls = policy, calls
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def observe(self, record: StepRecord) -> None:
-        if record.requests:
-            self._calls.append(record.num_steps)
-        seconds = 0.001 + 0.001 / record.num_steps
-        self._policy.observe(replace(record, forward_seconds=seconds, draft_seconds=1e-5))
-
-    def skipped(self, steps: SkippedSteps) -> None:
-        seconds = 0.001 * (steps.num_decodes + steps.num_calls)
-        self._policy.skipped(replace(steps, seconds=seconds))
 
 
 def test_a_gate_closes_behind_a_call_of_which_little_is_accepted() -> None:

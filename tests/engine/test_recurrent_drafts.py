@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from clocked_policy import Clocked
 from eagle_heads import new_directory, random_eagle, random_head
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu.module_steps import ModuleSteps
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
 )
 from forethought.config.sampling import SamplingParams, SpeculationParams
@@ -26,11 +28,13 @@ from forethought.engine.engine import Engine
 from forethought.kv.pool import PagePool
 from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.table import PageTable
+from forethought.llm.snapshot import SnapshotStore
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.speculative.step_runner import SingleSteps
 from generations import expect_same
 from models import bigram, greedy
+from mtp_modules import bigram_module
 from recurrent_generations import PROMPTS, count_calls, kept_states, mixed, run, states_of
 
 SAMPLED = GREEDY.replace(temperature=0.5, seed=5)
@@ -57,15 +61,28 @@ def bigram_head() -> Path:
     return path
 
 
-DRAFTERS: dict[str, Callable[[int], DecodingBaseConfig]] = {
-    "draft model": lambda size: DraftTargetDecodingConfig(
+DRAFTERS: dict[str, Callable[[int, str], DecodingBaseConfig]] = {
+    "draft model": lambda size, _: DraftTargetDecodingConfig(
         max_draft_len=size, speculative_model=bigram("llama")
     ),
-    "eagle": lambda size: EagleDecodingConfig(max_draft_len=size, speculative_model=bigram_head()),
-    "eagle3": lambda size: EagleDecodingConfig(
+    "eagle": lambda size, _: EagleDecodingConfig(
+        max_draft_len=size, speculative_model=bigram_head()
+    ),
+    "eagle3": lambda size, _: EagleDecodingConfig(
         max_draft_len=size, speculative_model=random_head("eagle3")
     ),
+    "mtp": lambda size, name: MTPDecodingConfig(
+        max_draft_len=size, speculative_model=bigram_module(name)
+    ),
+    "mtp, state unnormed": lambda size, name: MTPDecodingConfig(
+        max_draft_len=size, speculative_model=bigram_module(name), fed_back_state="unnormed"
+    ),
+    "mtp, goodput": lambda size, name: MTPDecodingConfig(
+        max_draft_len=size, speculative_model=bigram_module(name), length_control="goodput"
+    ),
 }
+WITH_MODULES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear"]
+"""Targets whose MTP modules are found in checkpoints, and one whose layers have no rotation."""
 
 
 def made(
@@ -79,7 +96,8 @@ def made(
 ) -> Engine:
     lm = loaded(architecture, dtype, quantization)
     limits = {"pages": 400, "max_num_tokens": 200, **settings}
-    machine = engine_over(lm, speculative=[DRAFTERS[drafter](draft_len)], **limits)
+    config = DRAFTERS[drafter](draft_len, architecture)
+    machine = engine_over(lm, speculative=[config], **limits)
     machine.num_decode_steps = num_steps
     states_of(machine).max_states = 1000  # single steps also keep those of rejected drafts
     return machine
@@ -116,9 +134,15 @@ def test_tokens_scores_keys_and_states_are_those_of_single_steps(
     assert 0 < machine.stats.accepted < machine.stats.drafted
 
 
+READERS = [
+    *itertools.product(FEW, ["eagle", "eagle3"]),
+    *itertools.product(WITH_MODULES, ["mtp"]),
+    ("qwen3_5", "mtp, state unnormed"),
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
-@pytest.mark.parametrize("architecture", FEW)
+@pytest.mark.parametrize(("architecture", "drafter"), READERS)
 def test_chains_that_read_hidden_states_are_those_of_single_steps(
     architecture: str, drafter: str, dtype: str, calls: list[int]
 ) -> None:
@@ -168,9 +192,17 @@ def test_hidden_states_of_plain_steps_are_stored_within_their_call(
     assert max(made_calls) == 7
 
 
-@pytest.mark.parametrize("architecture", FEW)
-def test_greedy_tokens_are_those_of_transformers(architecture: str, calls: list[int]) -> None:
-    machine = made(8, architecture)
+OF_ALL_KINDS = [
+    *itertools.product(FEW, ["draft model"]),
+    *itertools.product(WITH_MODULES, ["mtp"]),
+]
+
+
+@pytest.mark.parametrize(("architecture", "drafter"), OF_ALL_KINDS)
+def test_greedy_tokens_are_those_of_transformers(
+    architecture: str, drafter: str, calls: list[int]
+) -> None:
+    machine = made(8, architecture, drafter=drafter)
     sequences = [machine.add(prompt, GREEDY.replace(max_tokens=50))[0] for prompt in PROMPTS]
     drain(machine)
     assert outputs(sequences) == greedy(bigram(architecture), PROMPTS, 50)
@@ -179,14 +211,20 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, calls: list[
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("architecture", ["qwen3_5", "zamba2"])
+@pytest.mark.parametrize(
+    ("architecture", "drafter"),
+    [
+        *itertools.product(["qwen3_5", "zamba2"], ["draft model"]),
+        *itertools.product(["qwen3_5", "qwen3_next"], ["mtp"]),
+    ],
+)
 def test_what_was_generated_with_drafts_is_forked_rewound_extended_and_resumed_alike(
-    architecture: str, params: SamplingParams, calls: list[int]
+    architecture: str, drafter: str, params: SamplingParams, calls: list[int]
 ) -> None:
     """Also a sequence that is closed while the others go on, and lengths within the last draft."""
     results = []
     for num_steps in (1, 8):
-        machine = made(num_steps, architecture, draft_len=6)
+        machine = made(num_steps, architecture, draft_len=6, drafter=drafter)
         kept = [
             machine.add(prompt, params.replace(max_tokens=40), keep=True)[0]
             for prompt in PROMPTS[:3]
@@ -211,17 +249,60 @@ def test_what_was_generated_with_drafts_is_forked_rewound_extended_and_resumed_a
     assert calls
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize(
+    ("architecture", "drafter"),
+    [("qwen3_5", "draft model"), ("kimi_linear", "draft model"), ("qwen3_next", "mtp")],
+)
 def test_a_small_pool_preempts_rows_with_drafts_and_changes_no_token(
-    architecture: str, calls: list[int]
+    architecture: str, drafter: str, calls: list[int]
 ) -> None:
     expected = greedy(bigram(architecture), PROMPTS, 40)
-    machine = made(8, architecture, pages=36, max_batch_size=4, max_num_tokens=60)
+    limits = {"pages": 36, "max_batch_size": 4, "max_num_tokens": 60}
+    machine = made(8, architecture, drafter=drafter, **limits)
     sequences = [machine.add(prompt, GREEDY.replace(max_tokens=40))[0] for prompt in PROMPTS]
     drain(machine)
     assert outputs(sequences) == expected
     assert machine.stats.preemptions > 0
     assert calls
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next"])
+def test_a_snapshot_after_steps_with_drafts_goes_on_as_its_sequence(
+    architecture: str, tmp_path: Path, calls: list[int]
+) -> None:
+    """Restored in an engine that has read nothing of its text, with drafts from there on."""
+    machine = made(8, architecture, drafter="mtp")
+    [sequence] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=37), keep=True)
+    drain(machine)
+    store = SnapshotStore(tmp_path, bigram(architecture), machine.runner.storage)
+    store.save("one", machine.capture(sequence, sequence.tokens))
+    machine.close(sequence)
+    expect_empty(machine)
+    other = made(8, architecture, drafter="mtp")
+    restored = other.restore(store.load("one"))
+    before = len(calls)
+    other.resume(restored, GREEDY.replace(max_tokens=30))
+    drain(other)
+    assert restored.output == greedy(bigram(architecture), [sequence.tokens], 30)[0]
+    assert restored.usage.prefilled == 1
+    assert len(calls) > before
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next"])
+def test_under_goodput_control_steps_with_drafts_of_a_module_are_one_call(
+    architecture: str, calls: list[int]
+) -> None:
+    """Told that a step takes as long however large it is, it finds that drafts pay."""
+    machine = made(8, architecture, drafter="mtp, goodput", max_batch_size=2)
+    entry = machine.speculation.drafters[0]
+    entry.policy = Clocked(entry.policy, [])
+    for _ in range(6):
+        sequences = [machine.add(prompt, GREEDY.replace(max_tokens=40))[0] for prompt in PROMPTS]
+        drain(machine)
+        assert outputs(sequences) == greedy(bigram(architecture), PROMPTS, 40)
+    assert max(calls) > 4
+    assert machine.stats.accepted > 0
     expect_empty(machine)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from drafts import Seen, recording
 from eagle_heads import new_directory, random_eagle, random_eagle3
 from engines import GREEDY, drain, engine_over, expect_empty, load, outputs
-from forethought.backends.cpu import library
+from forethought.backends.cpu import library, module_forward
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -29,7 +29,7 @@ from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.speculative.heads import eagle3
 from forethought.speculative.heads.module_parts import ModuleParts
-from forethought.speculative.heads.mtp import save_modules
+from forethought.speculative.heads.mtp import MtpModule, save_modules
 from medusa_heads import make_heads, shared_heads
 from models import prompts, save_random, tiny
 from mtp_modules import random_modules, saved
@@ -144,6 +144,15 @@ KINDS: dict[str, tuple[str, Callable[[Path], DecodingBaseConfig]]] = {
     "mtp, experts": ("qwen3_moe", lambda _: mtp("qwen3_moe")),
     "mtp, scaled embedding": ("gemma3", lambda _: mtp("gemma3")),
     "mtp, one per place": ("llama", lambda _: mtp("llama", count=2)),
+    "mtp, gated attention": ("qwen3_5", lambda _: mtp("qwen3_5", "qwen")),
+    "mtp, gated attention, other layout": ("qwen3_5", lambda _: mtp("qwen3_5", "mimo")),
+    "mtp, gated attention, state unnormed": (
+        "qwen3_5",
+        lambda _: mtp("qwen3_5", "qwen", fed_back_state="unnormed"),
+    ),
+    "mtp, gated attention, one per place": ("qwen3_5", lambda _: mtp("qwen3_5", "qwen", count=2)),
+    "mtp, gated attention, experts": ("qwen3_next", lambda _: mtp("qwen3_next", "qwen")),
+    "mtp, latent attention": ("kimi_linear", lambda _: mtp("kimi_linear")),
     "medusa, draft vocabulary": ("llama", lambda _: with_vocabulary("medusa")),
     "redrafter, draft vocabulary": ("llama", lambda _: with_vocabulary("redrafter")),
     "mtp, draft vocabulary": ("llama", lambda _: with_vocabulary("mtp")),
@@ -188,7 +197,7 @@ def test_drafts_are_those_of_torch(kind: str, tmp_path: Path) -> None:
     """In a batch whose rows begin, end and accept at different places, behind long prefills."""
     architecture, configure = KINDS[kind]
     config = configure(tmp_path)
-    natively, found = run(architecture, "native", config)
+    natively, found = run(architecture, "auto", config)
     in_torch, expected = run(architecture, "torch", config)
     assert natively.stats.draft_failures == in_torch.stats.draft_failures == 0
     assert natively.stats.accepted > 8 or "medusa" in kind
@@ -217,6 +226,27 @@ def test_a_part_that_is_taken_wrongly_changes_drafts(
     monkeypatch.setattr(eagle3, "eagle3_parts", broken)
     _, found = run("llama", "native", config)
     assert found != expected
+
+
+def test_a_module_that_computes_more_than_its_parts_stays_in_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one whose decoder has a factor for its inputs."""
+    join = MtpModule.join
+    monkeypatch.setattr(MtpModule, "join", lambda self, *inputs: 2 * join(self, *inputs))
+    machine, _ = run("qwen3_5", "auto", mtp("qwen3_5", "qwen"))
+    assert machine.stats.draft_paths == {"mtp": "torch"}
+    assert machine.stats.draft_failures == 0
+
+
+def test_drafts_go_on_at_positions_whose_rotation_no_token_has_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The table of a module has those of a whole draft, however few it has computed before."""
+    _, expected = run("qwen3_5", "auto", mtp("qwen3_5", "qwen"))
+    monkeypatch.setattr(module_forward, "MIN_POSITIONS", 1)
+    _, found = run("qwen3_5", "auto", mtp("qwen3_5", "qwen"))
+    assert found == expected
 
 
 @pytest.mark.parametrize("growth", [CHAIN, DYNAMIC], ids=["chain", "tree"])

@@ -32,7 +32,7 @@ class DecoderLayers:
 
     Args:
         layers: of the module, in order.
-        recurrent: the recurrent layers among their parts.
+        recurrent: the recurrent layers among their parts; None: there are none.
         attention: the attention layers among their parts.
         native: what computes them.
 
@@ -47,7 +47,7 @@ class DecoderLayers:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        recurrent: RecurrentLayers,
+        recurrent: RecurrentLayers | None,
         attention: AttentionLayers,
         native: Any,
     ) -> None:
@@ -68,7 +68,7 @@ class DecoderLayers:
     def of(
         cls,
         layers: Sequence[nn.Module],
-        recurrent: RecurrentLayers,
+        recurrent: RecurrentLayers | None,
         attention: AttentionLayers,
         rotary: nn.Module | None,
         try_forward: Callable[[], object],
@@ -81,7 +81,8 @@ class DecoderLayers:
             rotary: what gives the rotation of a batch before the layers; None: nothing does.
             try_forward: see above.
         """
-        native = backends.cpu().sublayers(layers, attention.native, recurrent.native)
+        recurrence = None if recurrent is None else recurrent.native
+        native = backends.cpu().sublayers(layers, attention.native, recurrence)
         if native is None:
             return None
         decoder = cls(layers, recurrent, attention, native)
@@ -184,8 +185,8 @@ class DecoderLayers:
         embeddings = kwargs.get(_EMBEDDINGS)
         if at is not None and at < len(args):
             embeddings = args[at]
-        batch, tokens = self._attention.batch_call, self._recurrent.token_table
-        return batch, tokens, rotation, embeddings
+        tokens = None if self._recurrent is None else self._recurrent.token_table
+        return self._attention.batch_call, tokens, rotation, embeddings
 
 
 def _unrounded(forward: _Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -99,10 +99,12 @@ class CpuBackend(NativeBackend):
 
     @staticmethod
     def sublayers(
-        layers: Sequence[nn.Module], attention: NativeAttention, recurrence: NativeRecurrence
+        layers: Sequence[nn.Module],
+        attention: NativeAttention,
+        recurrence: NativeRecurrence | None,
     ) -> NativeSublayers | None:
         """Decoder layers of a module of transformers, whose parts run here; None: they have
-        others.
+        others. ``recurrence``: None if there are no recurrent layers.
         """
         from forethought.backends.cpu.sublayers import NativeSublayers
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from forethought.backends.cpu.module import DraftTarget, NativeModule, refusal_of
+from forethought.backends.cpu.mtp_block import native_block
 from forethought.backends.cpu.norms import norm_eps
 from forethought.backends.cpu.weights import refusal, rotary_tables
 from forethought.config.tree import TreeShape
@@ -87,7 +88,7 @@ def native_module(parts: ModuleParts, target: DraftTarget | None) -> NativeModul
     if reason is not None:
         log.info("the draft module runs in torch operations: %s", reason)
         return None
-    return NativeModule(parts, target)
+    return NativeModule.of(parts, target)
 
 
 def mtp_parts(module: MtpModule, lm: CausalLM, window: int | None) -> ModuleParts:
@@ -129,13 +130,13 @@ class NativeMtpNetwork(NativeDraftModule):
 
     Args:
         module: runs in C++.
+        profile: of its attention.
         lm: the target.
-        profile: of the module's attention.
         weights: those that it was made of.
     """
 
     def __init__(
-        self, module: NativeModule, lm: CausalLM, profile: LayerProfile, weights: MtpModule
+        self, module: NativeModule, profile: LayerProfile, lm: CausalLM, weights: MtpModule
     ) -> None:
         super().__init__(module, lm.dtype, profile.shape, weights.token_map, profile.window)
         self._fed_back = weights.fed_back
@@ -147,11 +148,14 @@ class NativeMtpNetwork(NativeDraftModule):
             return None
         reason = refusal(module.model)
         if reason is not None:
-            log.info("the MTP module runs in torch operations: %s", reason)
-            return None
+            block = native_block(module, lm, target, _draft_head(module, lm))
+            if block is None:
+                log.info("the MTP module runs in torch operations: %s", reason)
+                return None
+            return cls(block.module, block.profile, lm, module)
         profile = profile_of(module)
         native = native_module(mtp_parts(module, lm, profile.window), target)
-        return None if native is None else cls(native, lm, profile, module)
+        return None if native is None else cls(native, profile, lm, module)
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
         """The states that the next draft step reads, and the normed ones."""

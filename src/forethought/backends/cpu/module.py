@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,21 +59,41 @@ class LastStates(NamedTuple):
     """``states`` after the final norm."""
 
 
+def target_fields(target: DraftTarget) -> dict[str, Any]:
+    """Fields of ``ModelStruct``: the embedding and the output projection of a target."""
+    names = ("head", "embedding", "table", "table_type", "num_embeddings", "embed_scale")
+    return {name: getattr(target.forward.model, name) for name in names}
+
+
 class NativeModule:
-    """Packs and runs a draft module.
+    """Runs a draft module.
 
     Args:
-        parts: that ``refusal_of`` accepts; their weights are copied.
-        target: whose embedding and head it may use.
+        forward: its packed weights.
+        head: its output projection.
+        enter: reads the target's states.
+        feeds_normed: the state that is fed back is after the final norm.
 
     Attributes:
-        enter: reads the target's states.
+        enter: see above.
     """
 
-    def __init__(self, parts: ModuleParts, target: DraftTarget) -> None:
-        self._feeds_normed = parts.feeds_normed
+    def __init__(
+        self, forward: NativeForward, head: PackedLinear, enter: NativeEntry, feeds_normed: bool
+    ) -> None:
+        self._forward, self._head = forward, head
+        self.enter, self._feeds_normed = enter, feeds_normed
+
+    @classmethod
+    def of(cls, parts: ModuleParts, target: DraftTarget) -> NativeModule:
+        """Packed; its embedding and head may be the target's.
+
+        Args:
+            parts: that ``refusal_of`` accepts; their weights are copied.
+            target: see above.
+        """
         entry = None if parts.entry is None else PackedLinear.of(parts.entry)
-        self.enter = NativeEntry(norm_weight(parts.entry_norm), entry, parts.eps)
+        enter = NativeEntry(norm_weight(parts.entry_norm), entry, parts.eps)
         layer = PackedLayer.of(parts.layer, parts.rotary, parts.window, parts.enters_normed)
         project = None if parts.project is None else PackedLinear.of(parts.project)
         norms = [norm_weight(norm) for norm in (parts.token_norm, parts.state_norm)]
@@ -86,21 +106,20 @@ class NativeModule:
             norm_residual=parts.norm_residual,
             feeds_normed=parts.feeds_normed,
         )
-        attention, other = parts.layer.self_attn, target.forward.model
+        attention, fields = parts.layer.self_attn, target_fields(target)
         q_norm = getattr(attention, "q_norm", None)
         final_norm = norm_weight(parts.final_norm)
-        head = None if parts.head is None else PackedLinear.of(parts.head)
-        self._head = target.head if head is None else head
+        head = target.head if parts.head is None else PackedLinear.of(parts.head)
+        if parts.head is not None:
+            fields["head"] = ctypes.pointer(head.struct)
         table = None if parts.embedding is None else parts.embedding.weight.detach().contiguous()
+        if table is not None:
+            sizes = {"table_type": TYPES[table.dtype], "num_embeddings": len(table)}
+            fields |= {"embedding": None, "table": table.data_ptr(), "embed_scale": 1.0, **sizes}
         struct = ModelStruct(
             layers=(LayerStruct * 1)(layer.struct),
             final_norm=address(final_norm),
-            head=other.head if head is None else ctypes.pointer(head.struct),
-            embedding=other.embedding if table is None else None,
-            table=other.table if table is None else table.data_ptr(),
             join=ctypes.pointer(join),
-            table_type=other.table_type if table is None else TYPES[table.dtype],
-            num_embeddings=other.num_embeddings if table is None else len(table),
             num_layers=1,
             hidden=attention.o_proj.out_features,
             num_heads=parts.num_heads,
@@ -112,10 +131,11 @@ class NativeModule:
             head_norm_eps=0.0 if q_norm is None else norm_eps(q_norm),
             logit_cap=0.0,
             score_cap=0.0,
-            embed_scale=other.embed_scale if table is None else 1.0,
+            **fields,
         )
         owned = [target, layer, project, norms, join, final_norm, head, table]
-        self._forward = NativeForward(struct, len(parts.rotary), owned)
+        forward = NativeForward(struct, len(parts.rotary), owned)
+        return cls(forward, head, enter, parts.feeds_normed)
 
     @property
     def vocab_size(self) -> int:

@@ -28,7 +28,6 @@ from forethought.kv.table import PageTable
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
-from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.llama.layers import rotary_table
 from forethought.model.recurrent_layers import RecurrentLayers
 from forethought.model.rotary import find_rotary
@@ -42,7 +41,7 @@ MIN_POSITIONS = 256
 
 
 @dataclass(slots=True)
-class _RotaryTable:
+class RotaryTable:
     """Cosines and signed sines of the first positions, as many as were asked for."""
 
     module: nn.Module
@@ -50,6 +49,29 @@ class _RotaryTable:
     max_positions: int
     table: Tensor = field(default_factory=lambda: torch.empty(0))
     """Float32 ``[positions, 2, rotary_dim]``."""
+
+    @classmethod
+    def of(
+        cls, module: PreTrainedModel, rotation: Any, dtype: torch.dtype, max_positions: int
+    ) -> RotaryTable | None:
+        """Of all layers of a module; None: there is no rotation, or it is not found.
+
+        Args:
+            module: of transformers.
+            rotation: cosines and sines ``[1, T, rotary_dim]`` of the first positions, as its layers
+                have got them; None: they have got none.
+            dtype: of hidden states, to which they are rounded.
+            max_positions: of the table.
+        """
+        part = find_rotary(module.get_decoder())
+        if part is None or rotation is None:
+            return None
+        rotary = cls(part, dtype, max_positions)
+        cosines, sines = (x[0].float() for x in rotation)
+        table = rotary.cover(len(cosines))[: len(cosines)]
+        half = table.shape[-1] // 2
+        signed = torch.cat([-sines[:, :half], sines[:, half:]], -1)
+        return rotary if torch.stack([cosines, signed], 1).equal(table) else None
 
     def cover(self, num_positions: int) -> Tensor:
         """The table, of ``num_positions`` at least."""
@@ -62,13 +84,32 @@ class _RotaryTable:
 
 
 @dataclass(slots=True, eq=False)
-class ModuleForward(NativeForward):
+class DecoderForward(NativeForward):
     """Calls ``module_forward.h``; its model has a ``ModuleDecoder`` in the place of layers."""
 
     sublayers: NativeSublayers = field(kw_only=True)
     attention: NativeAttention = field(kw_only=True)
     decoder: ModuleDecoderStruct = field(kw_only=True)
-    rotary: _RotaryTable | None = field(kw_only=True)
+    rotary: RotaryTable | None = field(kw_only=True)
+
+    @override
+    def pack(
+        self, forward_pass: ForwardPass, outputs: Wanted, further: int = 0, at_once: int = 0
+    ) -> PackedCall:
+        if self.rotary is not None:
+            last = int(forward_pass.batch.positions.max()) + further
+            self.decoder.rotary = self.rotary.cover(last + 1).data_ptr()
+        return NativeForward.pack(self, forward_pass, outputs, further, at_once)
+
+    @override
+    def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
+        return self.attention.scratch(num_tokens, max_length, num_threads)
+
+
+@dataclass(slots=True, eq=False)
+class ModuleForward(DecoderForward):
+    """The forward of a whole module."""
+
     head: PackedLinear = field(kw_only=True)
     dtype: torch.dtype = field(kw_only=True)
 
@@ -88,8 +129,9 @@ class ModuleForward(NativeForward):
         parts = _Parts.of(network.module)
         if parts is None:
             return None
-        rotary = _rotary_of(network.module, network.decoder, lm.max_positions)
-        if (rotary is None) != (network.decoder.rotation is None):
+        module, rotation = network.module, network.decoder.rotation
+        rotary = RotaryTable.of(module, rotation, module.dtype, lm.max_positions)
+        if (rotary is None) != (rotation is None):
             return None
         forward = parts.forward(network, lm.max_positions, rotary)
         assert network.recurrent is not None
@@ -98,19 +140,6 @@ class ModuleForward(NativeForward):
     def are_hooked(self) -> bool:
         """Whether something, such as an adapter, changes what a linear computes."""
         return self.sublayers.are_hooked()
-
-    @override
-    def pack(
-        self, forward_pass: ForwardPass, outputs: Wanted, further: int = 0, at_once: int = 0
-    ) -> PackedCall:
-        longest = max(span.kv_length for span in forward_pass.batch.spans)
-        if self.rotary is not None:
-            self.decoder.rotary = self.rotary.cover(longest + further).data_ptr()
-        return NativeForward.pack(self, forward_pass, outputs, further, at_once)
-
-    @override
-    def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
-        return self.attention.scratch(num_tokens, max_length, num_threads)
 
     def logits(self, forward_pass: ForwardPass, tokens: NativeTokenTable) -> Tensor:
         """Float32 ``[R, vocab]`` of a batch, from and to the states of its tokens; ``IndexError``
@@ -165,7 +194,7 @@ class _Parts:
         return cls(embedding, norms[0], head, module.config.get_text_config(decoder=True))
 
     def forward(
-        self, network: TransformersNetwork, max_positions: int, rotary: _RotaryTable | None
+        self, network: TransformersNetwork, max_positions: int, rotary: RotaryTable | None
     ) -> ModuleForward:
         """Of these, and the decoder layers of a network."""
         assert network.decoder is not None
@@ -214,18 +243,3 @@ class _Parts:
         assert weight.is_contiguous()
         fields = {"table": weight.data_ptr(), "table_type": TYPES[weight.dtype]}
         return {**fields, "num_embeddings": len(weight)}
-
-
-def _rotary_of(
-    module: PreTrainedModel, decoder: DecoderLayers, max_positions: int
-) -> _RotaryTable | None:
-    """The rotation of all layers; None: there is none, or it is not found."""
-    part = find_rotary(module.get_decoder())
-    if part is None or decoder.rotation is None:
-        return None
-    rotary = _RotaryTable(part, module.dtype, max_positions)
-    cosines, sines = (x[0].float() for x in decoder.rotation)
-    table = rotary.cover(len(cosines))[: len(cosines)]
-    half = table.shape[-1] // 2
-    signed = torch.cat([-sines[:, :half], sines[:, half:]], -1)
-    return rotary if torch.stack([cosines, signed], 1).equal(table) else None

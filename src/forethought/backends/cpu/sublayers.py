@@ -171,10 +171,17 @@ class NativeSublayers:
 
     @classmethod
     def of(
-        cls, layers: Sequence[nn.Module], attention: NativeAttention, recurrence: NativeRecurrence
+        cls,
+        layers: Sequence[nn.Module],
+        attention: NativeAttention,
+        recurrence: NativeRecurrence | None,
     ) -> NativeSublayers | None:
-        """Of decoder layers; None: what one of them computes is not known here."""
-        by_module = {**attention.by_module, **recurrence.by_module}
+        """Of decoder layers; None: what one of them computes is not known here. ``recurrence``:
+        None if there are no recurrent layers.
+        """
+        by_module: dict[nn.Module, Any] = {**attention.by_module}
+        if recurrence is not None:
+            by_module |= recurrence.by_module
         candidates = [_candidates(layer, by_module) for layer in layers]
         sublayers = list(itertools.chain.from_iterable(itertools.chain(*candidates)))
         sizes = {sublayer.hidden for sublayer in sublayers}
@@ -198,12 +205,12 @@ class NativeSublayers:
         layers: range,
         x: Tensor,
         batch: BatchCall,
-        tokens: NativeTokenTable,
+        tokens: NativeTokenTable | None,
         rotation: Rotation | None,
         embeddings: Tensor | None = None,
     ) -> Tensor:
         """x ``[1, T, hidden]`` -> the same, through some decoder layers; embeddings ``[1, T,
-        hidden]`` of the tokens, where they are read.
+        hidden]`` of the tokens, where they are read; tokens: None without recurrent layers.
         """
         rows = float_rows(x)
         rows = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
@@ -224,8 +231,8 @@ class NativeSublayers:
             mixed=mixed.data_ptr(),
             rotary=None if rotary is None else rotary.data_ptr(),
             batch=ctypes.pointer(batch.struct),
-            tokens=tokens.states,
-            rows=tokens.rows,
+            tokens=None if tokens is None else tokens.states,
+            rows=None if tokens is None else tokens.rows,
             num_sublayers=end - begin,
             hidden=self.hidden,
         )

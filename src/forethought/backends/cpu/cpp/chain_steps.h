@@ -68,7 +68,8 @@ class RowsCall {
 class ChainDecoder {
   public:
     ChainDecoder(const Model& target, const ChainSteps& steps)
-        : target(target), steps(steps), module(target) {
+        : target(target), steps(steps), network(target),
+          drafts(steps.draft ? *steps.draft : target) {
         for (int32_t r = 0; r < steps.num_rows; r++) {
             const ChainRow& row = steps.rows[r];
             const std::vector<int64_t> known(row.known, row.known + row.num_known);
@@ -113,7 +114,7 @@ class ChainDecoder {
     std::vector<Going> going;
     std::vector<float> entering;   // [T, hidden of the draft network]
     std::vector<Sampler> samplers; // of each thread
-    ModuleForward module;          // of a target with ModuleDecoder
+    Network network, drafts;       // of the target, and the one that drafts
     bool is_over = false;          // a row waits for the caller
 
     bool is_interrupted() const {
@@ -140,7 +141,7 @@ class ChainDecoder {
             &call,          slots.data(),    num_rows.data(),   steps.ids,
             drafted.data(), int32_t(levels), steps.num_choices, steps.last_position};
         ChainLevels chain(*steps.draft, chains);
-        if (draft(*steps.draft, call, chain) < call.num_tokens) return false;
+        if (draft(drafts, call, chain) < call.num_tokens) return false;
         for (int32_t r = 0; r < count; r++)
             for (int64_t i = 0; i < going[r].size; i++)
                 going[r].drafted.push_back(drafted[i * count + r]);
@@ -200,10 +201,10 @@ class ChainDecoder {
 
     // As forward().
     int32_t compute(int32_t step, const Call& call) {
-        if (!target.decoder) return forward(&target, &call);
         std::vector<TokenState> states;
-        for (const Going& sequence : going) add_states(step, sequence, states);
-        return module.compute(call, states.data());
+        if (target.decoder)
+            for (const Going& sequence : going) add_states(step, sequence, states);
+        return network.compute(call, states.data());
     }
 
     // Of the known tokens that a step computes, and of the drafted ones, which a step of its own

@@ -5,6 +5,7 @@
 #include "kernels/attention.h"
 #include "kernels/largest.h"
 #include "kernels/vectors.h"
+#include "module_forward.h"
 #include "structures.h"
 
 #include <algorithm>
@@ -13,8 +14,6 @@
 #include <cstring>
 #include <numeric>
 #include <vector>
-
-extern "C" int32_t forward(const Model* model, const Call* call);
 
 struct Candidate {
     int32_t index;
@@ -236,10 +235,9 @@ class TreeLevels : public DraftLevels {
 };
 
 // Compute the known tokens, then level by level; returns what forward() returns of the former.
-template <class Levels>
-static int32_t draft(const Model& model, const Call& known, Levels& levels) {
+template <class Levels> static int32_t draft(Network& network, const Call& known, Levels& levels) {
     for (int32_t level = 0;; level++) {
-        const int32_t found = forward(&model, &levels.call);
+        const int32_t found = network.compute(levels.call);
         if (found < levels.call.num_tokens) return level ? 0 : found;
         if (!levels.draft(level)) return known.num_tokens;
     }

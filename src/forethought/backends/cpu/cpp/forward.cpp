@@ -18,6 +18,7 @@
 #include "chain_steps.h"
 #include "drafts.h"
 #include "heads.h"
+#include "join.h"
 #include "kernels/attention.h"
 #include "kernels/experts.h"
 #include "kernels/low_rank.h"
@@ -109,18 +110,12 @@ class Forward {
     void join(const Join& join) {
         const Share share = thread.share(tokens);
         for (int64_t t = share.begin; t < share.end; t++) {
-            const float* from = call.entering + t * hidden;
-            float *both = b.joined + t * 2 * hidden, *x = b.x + t * hidden;
-            float* token = both + (join.state_first ? hidden : 0);
-            float* state = both + (join.state_first ? 0 : hidden);
-            if (join.zero_first && call.positions[t] == 0)
-                memset(token, 0, hidden * 4);
-            else
-                embed_token(model, call.token_ids[t], token);
-            memcpy(state, from, hidden * 4);
-            if (join.token_norm) norm(token, join.token_norm, hidden, model.eps, token);
-            if (join.state_norm) norm(state, join.state_norm, hidden, model.eps, state);
-            if (!join.project) memcpy(x, join.norm_residual ? state : from, hidden * 4);
+            float* both = b.joined + t * 2 * hidden;
+            join_token(model, call, t, both);
+            if (join.project) continue;
+            const float* entering = call.entering + t * hidden;
+            const float* state = join.norm_residual ? both + state_at(model) : entering;
+            memcpy(b.x + t * hidden, state, hidden * 4);
         }
         thread.wait();
         if (!join.project) return;
@@ -404,9 +399,10 @@ int32_t first_unknown(const Model* model, const int64_t* tokens, int32_t count) 
     return count;
 }
 
-// Returns how many tokens are before the first that is outside the vocabulary: if there is one,
-// nothing is computed.
+// Of a model without recurrent layers. Returns how many tokens are before the first that is outside the
+// vocabulary: if there is one, nothing is computed.
 int32_t forward(const Model* model, const Call* call) {
+    if (model->decoder) return ModuleForward(*model).compute(*call, nullptr);
     const int known = first_unknown(model, call->token_ids, call->num_tokens);
     if (known < call->num_tokens) return known;
     Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
@@ -418,13 +414,15 @@ int32_t forward(const Model* model, const Call* call) {
 
 // As forward(), of the known tokens; then each level of the drafts.
 int32_t draft_chains(const Model* model, const Chains* chains) {
+    Network network(*model);
     ChainLevels levels(*model, *chains);
-    return draft(*model, *chains->known, levels);
+    return draft(network, *chains->known, levels);
 }
 
 int32_t draft_trees(const Model* model, const Trees* trees) {
+    Network network(*model);
     TreeLevels levels(*model, *trees);
-    return draft(*model, *trees->known, levels);
+    return draft(network, *trees->known, levels);
 }
 
 // The most probable outputs of rows of logits, which are overwritten: [rows, count], falling.
