@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from forethought.assets import heads_dir
+from forethought.assets import heads_dir, reasoner_dir
 from forethought.errors import ModelError, UnknownNameError
+from forethought.llm.tokenizer import Tokenizer
+from forethought.model import loader
 from forethought.training.recipes.table import recipe
+from forethought.training.run import Source, TrainingRun
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import DrafterSettings, Trainer, seeded
-from models import prompts
+from models import prompts, tiny
 
 PROMPTS = prompts((4, 7, 9, 5))
 LOOP: dict[str, Any] = {"steps": 4, "rate": 0.01, "batch_tokens": 100}
@@ -126,3 +129,24 @@ def test_a_run_may_begin_with_embedded_heads_by_their_name() -> None:
     assert settings.start == heads_dir("medusa")
     with pytest.raises(UnknownNameError, match="forethought/medusa"):
         DrafterSettings(start="forethought/medsua")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "words"),
+    [
+        ("mtp", "lfm2", "its Lfm2Model has no 'norm' after the layers"),
+        ("mtp", "gpt2", "its GPT2Model has no 'norm' after the layers"),
+        ("mtp", "gemma2", "softcap"),
+        ("medusa-2", "qwen3_5", "Qwen3_5ForCausalLM has recurrent layers"),
+        ("medusa-2", "lfm2", "Lfm2ForCausalLM has recurrent layers"),
+    ],
+)
+def test_a_target_that_can_have_no_such_drafter_is_refused_before_texts_are_written(
+    kind: str, architecture: str, words: str, tmp_path: Path
+) -> None:
+    run = TrainingRun(kind, {}, tmp_path)
+    lm = loader.load(tiny(architecture), dtype="float32", fuse=not run.settings.adapts)
+    run.teacher = Teacher(lm, Tokenizer.load(reasoner_dir()), tiny(architecture))
+    with pytest.raises(ModelError, match=words):
+        run(Source(num_prompts=200))
+    assert [*tmp_path.iterdir()] == []

@@ -64,18 +64,7 @@ class LoraAdapters(nn.Module):
 
     def __init__(self, module: PreTrainedModel, rank: int, alpha: float) -> None:
         super().__init__()
-        projection = module.get_output_embeddings()
-        self._layers = {
-            name: layer
-            for name, layer in module.named_modules()
-            if type(layer) in (nn.Linear, Conv1D) and layer is not projection
-        }
-        if not self._layers or _is_quantised(module):
-            raise ModelError(
-                "the model cannot be adapted",
-                f"{type(module).__name__} is quantised, or has no linear layers",
-                "Give a model whose weights have 16 or 32 bits",
-            )
+        self._layers = _adapted_layers(module)
         self._adapters = nn.ModuleDict(
             {
                 _key(name): LoraAdapter(*_sizes(layer), rank, alpha / rank)
@@ -106,6 +95,23 @@ class LoraAdapters(nn.Module):
                 added = added.T
             weights[f"{name}.weight"] = (layer.weight.float() + added).to(layer.weight.dtype)
         return weights
+
+
+def _adapted_layers(module: PreTrainedModel) -> dict[str, nn.Module]:
+    """By their names; raises ModelError as ``LoraAdapters``."""
+    projection = module.get_output_embeddings()
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if type(layer) in (nn.Linear, Conv1D) and layer is not projection
+    }
+    if not layers or _is_quantised(module):
+        raise ModelError(
+            "the model cannot be adapted",
+            f"{type(module).__name__} is quantised, or has no linear layers",
+            "Give a model whose weights have 16 or 32 bits",
+        )
+    return layers
 
 
 def _is_quantised(module: PreTrainedModel) -> bool:
@@ -142,8 +148,21 @@ class BackboneOutput:
     """``[R, W, vocab]`` in the model's dtype."""
 
 
+def check_adaptable(teacher: Teacher) -> None:
+    """Raises ModelError as ``LoraAdapters``, and for recurrent layers, which are computed over a
+    storage and without gradients.
+    """
+    _adapted_layers(teacher.module)
+    if teacher.lm.state_bytes:
+        raise ModelError(
+            "the model cannot be adapted",
+            f"{type(teacher.module).__name__} has recurrent layers",
+            "Train heads for it as it is: forethought train medusa",
+        )
+
+
 class Backbone:
-    """A teacher's model and its adapters. Raises ModelError if it has no layers to adapt.
+    """A teacher's model and its adapters. Raises ModelError as ``check_adaptable``.
 
     Args:
         teacher: loaded with ``fuse=False``; its model stays the original.
@@ -151,6 +170,7 @@ class Backbone:
     """
 
     def __init__(self, teacher: Teacher, rank: int, alpha: float) -> None:
+        check_adaptable(teacher)
         self._teacher, self._module = teacher, teacher.module
         self.adapters = LoraAdapters(self._module, rank, alpha)
         sdpa = getattr(self._module, "_supports_sdpa", False) and all(

@@ -222,6 +222,7 @@ class TrainingRun:
             OSError: a file cannot be written.
         """
         self.check(source, held_out)
+        self.settings.check_target(self.teacher)
         began, processor = time.perf_counter(), time.process_time()
         texts = self._texts(source, on_texts)
         _check_held_out(held_out, len(texts))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import pydantic
 import torch
@@ -35,6 +35,9 @@ from forethought.errors import ModelError, ParameterError, UsageError
 from forethought.model.device import has_fast_matmul
 from forethought.model_dir import find_model_dir
 from forethought.saved_file import replace_file
+
+if TYPE_CHECKING:
+    from forethought.training.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,11 @@ class TrainingSettings(StrictModel):
 
     adapts: ClassVar[bool] = False
     """Whether the target is trained as well, and written beside the drafter."""
+
+    def check_target(self, teacher: Teacher) -> None:
+        """Raises ModelError for a target that can have no such drafter. Any can, unless a recipe
+        says otherwise.
+        """
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     steps: int = Field(default=1000, ge=1)

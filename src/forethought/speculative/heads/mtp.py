@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
+from forethought.errors import ModelError
 from forethought.model import backends
 from forethought.model.attention.base import KEYWORD, ForwardPass
 from forethought.model.attention.interface import ATTENTION, PROBE, CapabilityProbe
@@ -142,11 +143,7 @@ class MtpModule(nn.Module):
         cls, lm: CausalLM, layout: str = "deepseek", fed_back: FedBackState = "normed"
     ) -> MtpModule:
         """A module for ``lm`` with random weights in float32, ready to be trained."""
-        config = one_layer_config(lm.config)
-        config._attn_implementation = None  # not the target's: transformers' own choice
-        with one_module_at_a_time():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return cls(model.to(lm.device), LAYOUTS[layout], fed_back)
+        return cls(_one_layer_model(lm).to(lm.device), LAYOUTS[layout], fed_back)
 
 
 class MtpDraftModule(DraftModule, Protocol):
@@ -310,6 +307,28 @@ def save_modules(
         "dtype": str(modules[0].eh_proj.weight.dtype).removeprefix("torch."),
     }
     Checkpoint(directory, config, tensors).write()
+
+
+def check_target(lm: CausalLM) -> None:
+    """Raises ModelError for a target of which no module can be made."""
+    with torch.device("meta"):
+        _one_layer_model(lm)
+
+
+def _one_layer_model(lm: CausalLM) -> PreTrainedModel:
+    """Of the target's class, with one layer and random weights in float32."""
+    config = one_layer_config(lm.config)
+    config._attn_implementation = None  # not the target's: transformers' own choice
+    with one_module_at_a_time():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if not hasattr(model.base_model, "norm"):
+        raise ModelError(
+            "no MTP modules can be made for this model",
+            f"its {type(model.base_model).__name__} has no 'norm' after the layers, as the classes "
+            "of models with such modules have",
+            "Use another kind of drafter, such as EAGLE-3",
+        )
+    return model
 
 
 def one_layer_config(config: Any) -> Any:

@@ -20,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from forethought.config.medusa import MedusaDecodingConfig
 from forethought.errors import ParameterError
 from forethought.model.hidden_states import FINAL
 from forethought.model_dir import find_model_dir
 from forethought.speculative.heads.medusa import MedusaHeads
-from forethought.training.backbone import Backbone, BackboneOutput
+from forethought.training.backbone import Backbone, BackboneOutput, check_adaptable
 from forethought.training.batches import Batches, TrainingBatch, pad_texts
 from forethought.training.recipes.medusa import (
     Labels,
@@ -64,6 +65,11 @@ class Medusa2Settings(MedusaSettings):
     which should be texts that the original was trained on."""
     lora_rank: int = Field(default=32, ge=1)
     lora_alpha: float = Field(default=16.0, gt=0.0)
+
+    @override
+    def check_target(self, teacher: Teacher) -> None:
+        """Raises ModelError as ``check_adaptable``."""
+        check_adaptable(teacher)
 
     @pydantic.model_validator(mode="after")
     def _begins_once(self) -> Medusa2Settings:

@@ -30,12 +30,19 @@ import torch.nn.functional as F
 from pydantic import AliasChoices, Field
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from typing_extensions import override
 
 from forethought.config.drafters import MTPDecodingConfig
 from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
 from forethought.model.hidden_states import FINAL
-from forethought.speculative.heads.mtp import FedBackState, MtpModule, load_modules, save_modules
+from forethought.speculative.heads.mtp import (
+    FedBackState,
+    MtpModule,
+    check_target,
+    load_modules,
+    save_modules,
+)
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.draft_vocabulary import DraftVocabulary, DraftVocabularySettings
 from forethought.training.recipes.medusa import Labels, head_loss, labels_ahead
@@ -243,6 +250,22 @@ class MtpSettings(DraftVocabularySettings):
     """Family whose tensor names and order of inputs the modules have."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
+    @override
+    def check_target(self, teacher: Teacher) -> None:
+        """Raises ModelError if a module cannot be made of the target's classes, or its attention
+        has features that the training-time test lacks.
+        """
+        check_target(teacher.lm)
+        unknown = {Capability.SOFTCAP, Capability.SINKS}.intersection(
+            *(layer.needs() for layer in teacher.lm.traits.layers[-1:])
+        )
+        if unknown:
+            raise ModelError(
+                "no MTP modules can be trained for this model",
+                f"its attention has {', '.join(sorted(unknown))}",
+                "Train another kind of drafter",
+            )
+
 
 class MtpRecipe:
     """Modules in float32 for a target. Batches have the states after the final norm."""
@@ -269,19 +292,11 @@ class MtpRecipe:
     def build(cls, settings: MtpSettings, texts: Sequence[Text], teacher: Teacher) -> MtpRecipe:
         """New modules, or those of ``settings.start``.
 
-        Raises ModelError if the target's attention has features that the training-time test lacks,
-        or the modules to begin with are missing or others.
+        Raises ModelError as ``MtpSettings.check_target``, or if the modules to begin with are
+        missing or others.
         """
         lm = teacher.lm
-        unknown = {Capability.SOFTCAP, Capability.SINKS}.intersection(
-            *(layer.needs() for layer in lm.traits.layers[-1:])
-        )
-        if unknown:
-            raise ModelError(
-                "no MTP modules can be trained for this model",
-                f"its attention has {', '.join(sorted(unknown))}",
-                "Train another kind of drafter",
-            )
+        settings.check_target(teacher)
         modules = [
             MtpModule.fresh(lm, settings.layout, settings.fed_back_state)
             for _ in range(settings.modules)
