@@ -11,7 +11,7 @@ from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought import LLM, SamplingParams
 from forethought.config.drafters import NGramDecodingConfig
 from forethought.errors import ModelError, ParameterError
-from forethought.model import loader
+from forethought.model import auto_dtype, loader
 from forethought.model.causal_lm import TransformersNetwork
 from forethought.model.device import free_host_memory
 from forethought.model.llama.network import FusedNetwork
@@ -273,12 +273,12 @@ def test_four_bits_take_half_a_byte_each():
 def test_weights_in_16_bits_run_in_float32_where_the_cpu_converts_them(qwen, tmp_path, monkeypatch):
     module = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
-    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
+    monkeypatch.setattr(auto_dtype, "has_fast_matmul", lambda dtype, device: False)
     assert loader.load(tmp_path).dtype == torch.float32
     assert loader.load(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 1)
+    monkeypatch.setattr(auto_dtype, "free_host_memory", lambda: 1)
     assert loader.load(tmp_path).dtype == torch.bfloat16
-    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: True)
+    monkeypatch.setattr(auto_dtype, "has_fast_matmul", lambda dtype, device: True)
     assert loader.load(tmp_path).dtype == torch.bfloat16
 
 
@@ -287,10 +287,10 @@ def test_weights_in_pytorch_files_count_as_well(qwen, tmp_path, monkeypatch):
     module.config.save_pretrained(tmp_path)
     torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
     size = (tmp_path / "pytorch_model.bin").stat().st_size
-    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 4 * size)
+    monkeypatch.setattr(auto_dtype, "has_fast_matmul", lambda dtype, device: False)
+    monkeypatch.setattr(auto_dtype, "free_host_memory", lambda: 4 * size)
     assert loader.load(tmp_path).dtype == torch.float32
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 4 * size - 4)
+    monkeypatch.setattr(auto_dtype, "free_host_memory", lambda: 4 * size - 4)
     assert loader.load(tmp_path).dtype == torch.bfloat16
 
 

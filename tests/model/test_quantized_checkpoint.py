@@ -12,7 +12,7 @@ from forethought.errors import ModelError
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
-from forethought.model import loader
+from forethought.model import auto_dtype, loader
 from forethought.model.batch import Batch, Row
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.quantized_checkpoint import AWQ_ORDER, StoredTensors, load_others
@@ -447,10 +447,10 @@ def test_weights_that_are_dequantised_take_the_dtype_of_ordinary_ones(
     write(plain, tmp_path / "q", form)
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     (tmp_path / "q" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 2**40)
+    monkeypatch.setattr(auto_dtype, "has_fast_matmul", lambda dtype, device: False)
+    monkeypatch.setattr(auto_dtype, "free_host_memory", lambda: 2**40)
     assert loader.load(tmp_path / "q").dtype == dtype
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 1)
+    monkeypatch.setattr(auto_dtype, "free_host_memory", lambda: 1)
     assert loader.load(tmp_path / "q").dtype == torch.bfloat16
 
 

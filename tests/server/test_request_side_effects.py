@@ -264,7 +264,7 @@ def test_no_request_to_the_engine_reaches_anything_beyond_it(
 
     def tried(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
         trials.append(command)
-        return subprocess.CompletedProcess(command, 0)
+        return subprocess.CompletedProcess(command, 0, b"", b"")
 
     say = {"messages": [{"role": "user", "content": "2 + 2 = ?"}], "max_tokens": 4}
     cases = [{**say, **fields} for fields in [*ENGINE_FIELDS, *HOSTILE_FIELDS]]

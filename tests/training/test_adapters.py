@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forethought.assets import reasoner_dir
 from forethought.errors import ModelError
 from forethought.llm.tokenizer import Tokenizer
-from forethought.model import loader
+from forethought.model import auto_dtype, loader
 from forethought.training.backbone import Backbone, LoraAdapters
 from forethought.training.run import Divergence
 from forethought.training.teacher import Teacher
@@ -100,7 +100,7 @@ def test_the_projection_to_the_vocabulary_is_left_alone(tmp_path: Path) -> None:
 def test_the_written_model_has_the_dtype_of_the_one_that_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
+    monkeypatch.setattr(auto_dtype, "has_fast_matmul", lambda *_: True)
     lm = loader.load(tiny("llama"), dtype="bfloat16", fuse=False)
     teacher = Teacher(lm, Tokenizer.load(reasoner_dir()), tiny("llama"))
     backbone_of(teacher).save(tmp_path)
