@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 from transformers import CONFIG_MAPPING
 
 import adapters
@@ -23,6 +25,8 @@ from chain_drafters import draft_model
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu.layer_window import LayerWindow, streamed_layers
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.packed_linear import PackedLinear
+from forethought.backends.cpu.structures import LinearStruct
 from forethought.backends.cpu.weight_file import WeightFile
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.config.engine import LlmArgs
@@ -394,6 +398,19 @@ def test_layers_are_read_through_the_cache_of_a_system_that_must(
     monkeypatch.setattr(os, "preadv", refuse)
     lm = load(deep(), 2, dtype="float32")
     assert generated(lm) == generated(load(deep(), None, dtype="float32"))
+
+
+def test_what_the_reader_points_to_its_slots_lives_until_it_has_ended() -> None:
+    """A network that is freed frees its layers first."""
+    window, packed = LayerWindow(2, 1), PackedLinear.of(nn.Linear(32, 16))
+    structs = (LinearStruct * 1)(packed.struct)
+    window.put(0, [(structs[0], packed.tensors)])
+    alive = weakref.ref(structs)
+    del structs
+    window.open()
+    assert alive() is not None
+    del window
+    assert alive() is None
 
 
 def test_a_disk_without_room_is_refused_at_the_first_layer() -> None:

@@ -57,6 +57,8 @@ class LayerWindow:
         self._num_slots = min(size, _NUM_SLOTS)
         self._file = WeightFile("layers", "layer_window")
         self._layers: list[StoredLayerStruct] = []
+        self._structs: list[LinearStruct] = []
+        """Those that the reader points to its slots: they live until it has ended."""
         self._memory: Tensor | None = None
         self._address: int | None = None
         self._uncached: int | None = None
@@ -76,6 +78,7 @@ class LayerWindow:
                 tensors.append(tensor)
                 pointers.append(ctypes.addressof(struct) + getattr(LinearStruct, field).offset)
             linear_tensors.clear()
+            self._structs.append(struct)
         if not self._layers:
             self._file.check_room(len(self._streamed) * sum(tensor.nbytes for tensor in tensors))
         stored, checksum = self._file.add(tensors), 0
