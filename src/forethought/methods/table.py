@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from traceback import extract_tb
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -220,7 +221,8 @@ class MethodTable:
 
 def _made(method: Any, spec: Any, values: Mapping[str, Any]) -> Any:
     """A controller of a class. Raises UsageError for what the constructor of a class that is not
-    shipped raises, with the traceback in the log at level DEBUG; errors of ours stay as they are.
+    shipped raises, with its place, and the traceback in the log at level DEBUG; errors of ours
+    stay as they are.
     """
     try:
         return method(**values)
@@ -230,12 +232,14 @@ def _made(method: Any, spec: Any, values: Mapping[str, Any]) -> Any:
         if str(method.__module__).startswith("forethought."):
             raise  # a fault of ours
         logger.debug("the constructor of method %r failed", spec, exc_info=True)
-        name = f"{method.__module__}.{method.__qualname__}"
+        name, place = (
+            f"{method.__module__}.{method.__qualname__}",
+            extract_tb(error.__traceback__)[-1],
+        )
         raise UsageError(
             f"cannot make the method {spec!r}",
-            f"{name}(...) raised {type(error).__name__}: {error}",
-            "Fix its constructor or the settings that it is given; the traceback is in the log at "
-            "level DEBUG",
+            f"{name}(...) raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})",
+            "Fix its constructor or the settings that it is given",
         ) from error
 
 

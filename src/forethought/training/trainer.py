@@ -58,11 +58,6 @@ class TrainingSettings(StrictModel):
     adapts: ClassVar[bool] = False
     """Whether the target is trained as well, and written beside the drafter."""
 
-    def check_target(self, teacher: Teacher) -> None:
-        """Raises ModelError for a target that can have no such drafter. Any can, unless a recipe
-        says otherwise.
-        """
-
     seed: int = Field(default=0, ge=0, lt=2**32)
     steps: int = Field(default=1000, ge=1)
     rate: float = Field(default=1e-3, gt=0.0)
@@ -84,6 +79,11 @@ class TrainingSettings(StrictModel):
     save_seconds: float = Field(default=60.0, gt=0.0)
     """Maximum seconds between checkpoints."""
     log_every: int = Field(default=50, ge=1)
+
+    def check_target(self, teacher: Teacher) -> None:
+        """Raises ModelError for a target that can have no such drafter. Any can, unless a recipe
+        says otherwise.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,18 +66,18 @@ def native_block(
     """
     if lm.dtype not in TOLERANCES:
         return None
-    profile, own = profile_of(module), copy.deepcopy(module)
-    own.model.set_attn_implementation(ATTENTION)
-    trial = _Trial(own, lm)
-    attention = AttentionLayers(own.model, [profile], lambda tried: trial.run(tried, lm.dtype))
+    profile, copied = profile_of(module), copy.deepcopy(module)
+    copied.model.set_attn_implementation(ATTENTION)
+    trial = _Trial(copied, lm)
+    attention = AttentionLayers(copied.model, [profile], lambda tried: trial.run(tried, lm.dtype))
     if not attention.num_native:
         return None
-    backends.cpu().use_native_parts(own.model, routers(own.model))
-    around = _Around.of(own)
-    decoder = None if around is None else _decoder_of(own, attention, trial)
+    backends.cpu().use_native_parts(copied.model, routers(copied.model))
+    around = _Around.of(copied)
+    decoder = None if around is None else _decoder_of(copied, attention, trial)
     if around is None or decoder is None:
         return None
-    rotary = RotaryTable.of(own.model, decoder.rotation, torch.float32, lm.max_positions)
+    rotary = RotaryTable.of(copied.model, decoder.rotation, torch.float32, lm.max_positions)
     if (rotary is None) != (decoder.rotation is None):
         return None
     fields, packed = target_fields(target), target.head
@@ -87,9 +87,9 @@ def native_block(
     forward = around.forward(decoder.native, attention.native, rotary, lm.max_positions, fields)
     forward.parts += [target, packed]
     entry = NativeEntry(None, None, 0.0)  # states after the target's final norm are read unchanged
-    native = NativeModule(forward, packed, entry, own.fed_back == "normed")
-    found = NativeBlock(native, attention.profiles[0])
-    return found if trial.agrees(native, attention) else None
+    native = NativeModule(forward, packed, entry, copied.fed_back == "normed")
+    block = NativeBlock(native, attention.profiles[0])
+    return block if trial.agrees(native, attention) else None
 
 
 class _Trial:
@@ -124,9 +124,9 @@ class _Trial:
         target's embeddings.
         """
         expected = self.run(attention, torch.float32)
-        found = native.read(self._states, self._pass(attention))
-        states = found.normed if self._module.fed_back == "normed" else found.last
-        pairs = (states, expected.states[0]), (found.normed, expected.normed[0])
+        computed = native.read(self._states, self._pass(attention))
+        states = computed.normed if self._module.fed_back == "normed" else computed.last
+        pairs = (states, expected.states[0]), (computed.normed, expected.normed[0])
         return all(is_close(y, one.to(self._lm.dtype)) for y, one in pairs)
 
     def _pass(self, attention: AttentionLayers) -> PagedPass:
