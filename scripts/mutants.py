@@ -930,8 +930,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/mtp_block.py",
-        "return found if trial.agrees(native, attention) else None",
-        "return found",
+        "return block if trial.agrees(native, attention) else None",
+        "return block",
         f"{DRAFT_MODULES} -k more_than_its_parts",
     ),
     Mutant(
