@@ -5,10 +5,10 @@
 The model has random weights, a shape of 100 million in Qwen3.5's layout (three layers of the gated
 delta rule to one of attention). Rows: prefill and decoding by batch, in float32 here and in
 transformers, and with ``quantization="w8a8"``; decode steps after short and long contexts; steps
-one by one and sixteen in a call; a fork of a long sequence; a step with drafts of 4 and 8 tokens
-against one without. Runs are interleaved,
-numbers are medians over the rounds and ratios those within a round. Prints a table and, last, one
-JSON line.
+one by one and sixteen in a call, plain and with drafts of a random MTP module; a fork of a long
+sequence; a step with drafts of 4 and 8 tokens against one without. Runs are interleaved, numbers
+are medians over the rounds and ratios those within a round. Prints a table and, last, one JSON
+line.
 
 ``python -m benchmarks.peers --models hybrid100m --llamacpp PY`` has the same model in llama.cpp.
 """
@@ -29,9 +29,14 @@ from benchmarks.report import print_report
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forethought import LLM, KvCacheConfig, SamplingParams
+from forethought.config.drafters import MTPDecodingConfig
 from forethought.speculative.drafter import Draft, Drafter, ResourceManager, ScheduledRequests
+from forethought.speculative.heads.mtp import MtpModule, save_modules
+from forethought.training.teacher import Teacher
 
 CONTEXT = 8192
+DRAFT_LEN = 3
+"""Tokens that an MTP module drafts in a step."""
 VOCAB = SHAPES["hybrid100m"]["vocab_size"]
 
 Row = dict[str, Any]
@@ -133,12 +138,17 @@ def forks(ours: Ours, length: int, args: argparse.Namespace) -> Row:
     return {"fork of": length, "us": _median(1e6 * one for one in spent)}
 
 
-def in_calls(directory: Path, args: argparse.Namespace, rng: random.Random) -> list[Row]:
-    """Tokens/s of steps one by one, and of sixteen in a call, by batch."""
+def in_calls(
+    directory: Path, args: argparse.Namespace, rng: random.Random, mtp: Path | None = None
+) -> list[Row]:
+    """Tokens/s of steps one by one, and of sixteen in a call, by batch; with ``mtp`` its module
+    drafts 3 tokens in each.
+    """
     rows: list[Row] = []
+    drafts = {} if mtp is None else {"speculative_config": _drafts_of(mtp)}
+    options = {"dtype": "float32", "num_threads": args.threads, **drafts}
     single, several = (
-        Ours(directory, dtype="float32", num_threads=args.threads, num_continuous_decode_steps=n)
-        for n in (1, 16)
+        Ours(directory, num_continuous_decode_steps=count, **options) for count in (1, 16)
     )
     for batch in args.batches:
         prompts = prompts_of(batch, args.prompts[0], rng)
@@ -148,6 +158,7 @@ def in_calls(directory: Path, args: argparse.Namespace, rng: random.Random) -> l
         ]
         rows.append(
             {
+                **({} if mtp is None else {"MTP drafts": DRAFT_LEN}),
                 "batch": batch,
                 "1 step, tokens/s": _median(one for one, _ in speeds),
                 "16 steps, tokens/s": _median(many for _, many in speeds),
@@ -157,6 +168,17 @@ def in_calls(directory: Path, args: argparse.Namespace, rng: random.Random) -> l
     single.llm.shutdown()
     several.llm.shutdown()
     return rows
+
+
+def _drafts_of(module: Path) -> MTPDecodingConfig:
+    return MTPDecodingConfig(speculative_model=str(module), max_draft_len=DRAFT_LEN)
+
+
+def save_mtp_module(target: Path, directory: Path) -> Path:
+    """Save a module of random weights for a target; nothing that it drafts is likely accepted."""
+    torch.manual_seed(1)
+    save_modules([MtpModule.fresh(Teacher.load(target, "float32").lm, "qwen")], directory, "qwen")
+    return directory
 
 
 def _speed(ours: Ours, prompts: list[list[int]], args: argparse.Namespace) -> float:
@@ -211,6 +233,7 @@ def main() -> None:
             rows.append(speeds(engines, prompts_of(1, length, rng), args))
         rows.append(forks(ours, 4096 if not args.small else 256, args))
         rows += in_calls(directory, args, rng)
+        rows += in_calls(directory, args, rng, save_mtp_module(directory, directory / "mtp"))
         rows += drafted(directory, args, prompts_of(1, args.prompts[0], rng))
     for row in rows:
         print("  ".join(f"{name}: {value}" for name, value in row.items()))
