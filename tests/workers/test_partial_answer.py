@@ -404,6 +404,9 @@ def engine():
 
 
 def test_greedy_text_of_an_engine_is_the_one_without_the_death(engine):
+    """Of a text whose beginnings are tokenised as they were generated; where they are not (the
+    token " is " at an end), the text that goes on may be another one.
+    """
     with ExitStack() as stack:
         servers = [stack.enter_context(serving(EngineServer(engine))) for _ in range(2)]
         texts = []
@@ -411,9 +414,12 @@ def test_greedy_text_of_an_engine_is_the_one_without_the_death(engine):
             servers[0].cut_after = position
             servers[0].cuts_within = position == 2
             task = GenerationTask(
-                input_str="What is 17 * 23?\n", max_tokens=40, temperature=0.0, stop="\n\n\n"
+                input_str="What is 17 * 23?\n</think>\n",
+                max_tokens=40,
+                temperature=0.0,
+                stop="\n\n\n",
             )
             run(worker_of(servers), task)
             texts.append((task.output_str, task.result.finish_reason))
     assert texts == texts[:1] * len(texts)
-    assert len(texts[0][0]) > 30
+    assert len(texts[0][0]) > 20
