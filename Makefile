@@ -12,7 +12,7 @@
 #   make docs      the documentation as a site in build/site; fails at a broken link
 #   make lint      only the first half of that
 #   make format    let ruff and clang-format fix what they can
-#   make bench     speed on this machine, in some twelve minutes: against transformers, and of every drafter
+#   make bench     speed on this machine, in ten to twenty minutes: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks; with python3 as it is, no network
 #   make reasoner  train the embedded reasoner again from its seed
 #   make drafter   train its draft model again from its seed, on texts that it writes

@@ -141,8 +141,8 @@ def forks(ours: Ours, length: int, args: argparse.Namespace) -> Row:
 def in_calls(
     directory: Path, args: argparse.Namespace, rng: random.Random, mtp: Path | None = None
 ) -> list[Row]:
-    """Tokens/s of steps one by one, and of sixteen in a call, by batch; with ``mtp`` its module
-    drafts 3 tokens in each.
+    """Tokens/s of steps one by one, and of sixteen in a call, by batch; with ``mtp`` each step
+    verifies ``DRAFT_LEN`` tokens of the module in that directory.
     """
     rows: list[Row] = []
     drafts = {} if mtp is None else {"speculative_config": _drafts_of(mtp)}
@@ -158,7 +158,7 @@ def in_calls(
         ]
         rows.append(
             {
-                **({} if mtp is None else {"MTP drafts": DRAFT_LEN}),
+                **({} if mtp is None else _drafted_by(several.llm)),
                 "batch": batch,
                 "1 step, tokens/s": _median(one for one, _ in speeds),
                 "16 steps, tokens/s": _median(many for _, many in speeds),
@@ -174,8 +174,14 @@ def _drafts_of(module: Path) -> MTPDecodingConfig:
     return MTPDecodingConfig(speculative_model=str(module), max_draft_len=DRAFT_LEN)
 
 
+def _drafted_by(llm: LLM) -> Row:
+    """Of all rounds so far."""
+    stats = llm.stats
+    return {"MTP drafts": DRAFT_LEN, "accepted": round(stats.accepted / stats.drafted, 3)}
+
+
 def save_mtp_module(target: Path, directory: Path) -> Path:
-    """Save a module of random weights for a target; nothing that it drafts is likely accepted."""
+    """Save an MTP module of random weights for a target; returns its directory."""
     torch.manual_seed(1)
     save_modules([MtpModule.fresh(Teacher.load(target, "float32").lm, "qwen")], directory, "qwen")
     return directory

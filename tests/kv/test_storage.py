@@ -137,3 +137,21 @@ def test_moved_tokens_of_a_draft_cache_have_the_entries_of_their_sources() -> No
     assert draft_cache.ready_length(table, 6) == 1
     draft_cache.mark(table, 1, 2)
     assert draft_cache.ready_length(table, 6) == 3
+
+
+def test_flags_of_a_draft_cache_are_those_of_scattered_pages_too() -> None:
+    pool = PagePool(5, PAGE_SIZE)
+    draft_cache, scattered, whole = DraftKvCache(filled()), PageTable(pool), PageTable(pool)
+    scattered.append(PAGE_SIZE)
+    whole.append(4 * PAGE_SIZE)
+    whole.rewind(3 * PAGE_SIZE)
+    scattered.append(PAGE_SIZE)
+    assert scattered.first_slot() is None
+    draft_cache.mark(scattered, 0, 2 * PAGE_SIZE)
+    draft_cache.mark(whole, 0, 3 * PAGE_SIZE)
+    draft_cache.invalidate(scattered, 1, PAGE_SIZE + 1)
+    tables = (scattered, whole)
+    lengths = [draft_cache.ready_length(table, table.length) for table in tables]
+    assert lengths == [1, 3 * PAGE_SIZE]
+    draft_cache.mark(scattered, 1, PAGE_SIZE + 1)
+    assert draft_cache.ready_length(scattered, 2 * PAGE_SIZE) == 2 * PAGE_SIZE

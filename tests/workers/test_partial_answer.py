@@ -423,3 +423,4 @@ def test_greedy_text_of_an_engine_is_the_one_without_the_death(engine):
             texts.append((task.output_str, task.result.finish_reason))
     assert texts == texts[:1] * len(texts)
     assert len(texts[0][0]) > 20
+    assert servers[0].disconnected == 2

@@ -335,10 +335,5 @@ class DraftKvCache:
         return self.storage.resume(table, length if is_whole else first_gap)
 
     def _set(self, table: ReadableTable, start: int, stop: int, value: bool) -> None:
-        if start >= stop:
-            return
-        ready, first = self._ready.reshape(-1), table.first_slot()
-        if first is None:
-            ready[table.slots(start, stop)] = value
-        else:
-            ready[first + start : first + stop] = value
+        if start < stop:
+            self._ready.reshape(-1)[table.slot_index(start, stop)] = value

@@ -169,6 +169,13 @@ class PageTable:
             return list(range(first + start, first + stop))
         return [self.pages[t // size] * size + t % size for t in range(start, stop)]
 
+    def slot_index(self, start: int, stop: int) -> slice | list[int]:
+        """The same as an index into what has an entry per slot; of contiguous pages a slice."""
+        first = self.first_slot()
+        if first is None:
+            return self.slots(start, stop)
+        return slice(first + start, first + stop)
+
     def slot(self, position: int) -> int:
         """The slot of one position."""
         page, offset = divmod(position, self._pool.page_size)
@@ -239,6 +246,10 @@ class TableView:
     def slots(self, start: int, stop: int) -> list[int]:
         """The slots of positions ``[start, stop)``."""
         return self._table.slots(start, stop)
+
+    def slot_index(self, start: int, stop: int) -> slice | list[int]:
+        """The same as an index into what has an entry per slot; of contiguous pages a slice."""
+        return self._table.slot_index(start, stop)
 
     def slot(self, position: int) -> int:
         """The slot of one position."""

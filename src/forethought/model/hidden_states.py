@@ -115,12 +115,10 @@ class HiddenStateCache(DraftKvCache):
 
     def read(self, table: ReadableTable, start: int, stop: int) -> Tensor:
         """The states of positions ``[start, stop)``: [stop - start, width] in the model's dtype."""
-        first = table.first_slot()
-        stored = self.storage.keys[0]
-        if first is not None:
-            return stored[first + start : first + stop, 0]
-        slots = upload(table.slots(start, stop), stored.device)
-        return stored[slots, 0]
+        index, stored = table.slot_index(start, stop), self.storage.keys[0]
+        if isinstance(index, slice):
+            return stored[index, 0]
+        return stored[upload(index, stored.device), 0]
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
