@@ -118,3 +118,23 @@ def test_no_sequence_is_held_while_others_wait_for_its_place() -> None:
     drain(machine)
     assert outputs([held, other]) == EXPECTED[:2]
     expect_empty(machine)
+
+
+@pytest.mark.parametrize("architecture", IN_CPP_AND_TORCH)
+def test_in_a_large_batch_a_call_ends_when_one_row_in_eight_waits(architecture: str) -> None:
+    """A row that may have ended its stop string waits while the others go on."""
+    machine = made(architecture, max_batch_size=16)
+    (expected,) = greedy(tiny(architecture), PROMPTS[:1], 16)
+    waiting, ended = (GREEDY.replace(stop=["x"]), GREEDY.replace(max_tokens=5))
+    params = [waiting, ended, *[GREEDY] * 14]
+    sequences = [machine.add(PROMPTS[0], settings)[0] for settings in params]
+    sequences[0].stop_candidates = array("q", [expected[3]])
+    first = expected.index(expected[3])
+    machine.ends_with_rows = True
+    while machine.has_work and not sequences[2].output[1:]:
+        machine.step()
+    sizes = [len(sequence.output) for sequence in sequences[:3]]
+    assert sizes == [first + 1, 5, 5]
+    drain(machine)
+    assert outputs(sequences) == [expected, expected[:5], *[expected] * 14]
+    expect_empty(machine)

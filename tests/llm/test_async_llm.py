@@ -274,7 +274,7 @@ def test_a_tokenizer_that_fails_on_one_request_leaves_the_others_alone(llm, expe
     poison = expected[PROMPTS[1]].token_ids[3]
 
     def poisoned(ids, skip_special_tokens=True):
-        if poison in ids[-1:]:
+        if poison in ids:
             raise ValueError("cannot decode this")
         return decode(ids, skip_special_tokens)
 
@@ -432,7 +432,7 @@ def test_commands_that_have_run_do_not_cut_the_next_steps_short(llm):
     thread, interrupt = llm._thread, llm._frontend.engine.interrupt
 
     def is_requested() -> bool:
-        return interrupt.ends(0)
+        return interrupt.is_requested
 
     queued = thread.call(lambda: [thread.call(is_requested) for _ in range(2)]).result()
     assert [future.result() for future in queued] == [False, False]

@@ -61,7 +61,7 @@ class _Wake(Interrupt):
 
     @override
     def request(self) -> None:
-        if not self.ends(0):
+        if not self.is_requested:
             super().request()
             self._wake()
 

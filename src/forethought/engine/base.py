@@ -76,7 +76,8 @@ class BaseEngine(ABC):
     Attributes:
         stats: counts of all that was computed.
         interrupt: ends a step early.
-        ends_with_rows: whether a step ends when a sequence does, as somebody waits for that.
+        ends_with_rows: whether a step ends when sequences do, as somebody waits for that; see
+            ``Interrupt``.
     """
 
     stats: EngineStats

@@ -198,7 +198,8 @@ class Transcript:
         ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
         is_end_hidden = ended_by_token and not self._params.include_stop_str_in_output
         num_tokens = len(tokens)
-        size = 1 if self._params.stop else max(1, num_tokens)  # a stop string may end at any token
+        is_stopped = not self._decode_ahead(tokens[: num_tokens - is_end_hidden])
+        size = 1 if is_stopped else max(1, num_tokens)
         for start in range(0, num_tokens, size):
             new = slice(start, start + size)
             self.token_ids += tokens[new]
@@ -207,7 +208,7 @@ class Transcript:
             if self._confidences is not None and confidences is not None:
                 self._confidences += confidences[new]
             self._num_shown += size - (is_end_hidden and new.stop == num_tokens)
-            if self._params.stop and (stop := self._find_stop()):
+            if is_stopped and (stop := self._find_stop()):
                 end = stop.end if self._params.include_stop_str_in_output else stop.start
                 self._text, self._num_decoded = self._text[:end], self._num_shown
                 self.finish_reason, self._stop_reason = FinishReason.STOP, stop.text
@@ -276,6 +277,19 @@ class Transcript:
             skip = self._params.skip_special_tokens
             self._detokenizer = Detokenizer(self._tokenizer, self._context, skip)
         return self._detokenizer
+
+    def _decode_ahead(self, tokens: Sequence[int]) -> bool:
+        """Decode at once the tokens that are about to be shown, if they complete no stop string."""
+        if not self._params.stop:
+            return True
+        self._decode()
+        before = self._decoder.checkpoint()
+        text = self._text + self._decoder.push(tokens)
+        if find_stop(text, len(self._text), self._params.stop):
+            self._decoder.restore(before)
+            return False
+        self._text, self._num_decoded = text, self._num_decoded + len(tokens)
+        return True
 
     def _find_stop(self) -> Stop | None:
         num_searched = len(self._text)

@@ -1,8 +1,9 @@
 """The tokens with which a stop string may end, so that its text is read when one is decoded.
 
-Several steps of a generation with stop strings run in one call of the engine, which ends with such
-a token. A stop string that ends with another one (a tokenizer that joins its tokens by spaces) is
-found at the end of the call; the tokens after it are dropped, as those of a draft are.
+Several steps of a generation with stop strings run in one call of the engine, in which it makes
+none after such a token. A stop string that ends with another one (a tokenizer that joins its tokens
+by spaces) is found at the end of the call; the tokens after it are dropped, as those of a draft
+are.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class DecodeRow:
         draft_len: tokens to draft in a step at most, less than ``num_left``; 0: it has no drafts.
         num_left: tokens to decode at most, at least one.
         ends: tokens that end the generation.
-        pauses: int64 ids in rising order; the call ends with the step that decodes one.
+        pauses: int64 ids in rising order; the row waits after the step that decodes one.
         sampled: how its tokens are sampled; None: each is the most probable one, without scores.
         num_known: its last known tokens that are not stored yet, at least one; several only of rows
             without drafts.
@@ -113,11 +113,20 @@ class DecodeRow:
         return Row([*tokens], self.start, table, logits_from=last, adapter=self.adapter)
 
 
+ROWS_PER_WAITING = 8
+"""One row in so many may wait while the others go on. What the engine does between two calls costs
+as much as a few steps of all rows, and the steps that the rest of a call would have made of a row
+that waits are worth less in a larger batch."""
+
+
 class Interrupt:
-    """Ends a call early: with the step that it makes when ``request`` is called, from any thread.
+    """Ends a call early: with the step that it makes when ``request`` is called, from any thread,
+    or in which the last of ``max_waiting`` rows begins to wait.
+
+    A row waits, and makes no more steps of the call, once it has decoded one of its ``pauses``.
 
     Attributes:
-        with_rows: a call also ends with the step in which a row does.
+        with_rows: rows that have ended wait, too.
     """
 
     def __init__(self) -> None:
@@ -132,9 +141,15 @@ class Interrupt:
         """Let the next calls make all of their steps."""
         self._flag.value = 0
 
-    def ends(self, num_ended: int) -> bool:
-        """Whether a call ends with the step in which ``num_ended`` rows did."""
-        return bool(self._flag.value or (self.with_rows and num_ended))
+    @property
+    def is_requested(self) -> bool:
+        """Whether a call ends after the step that it makes."""
+        return bool(self._flag.value)
+
+    @staticmethod
+    def max_waiting(num_rows: int) -> int:
+        """How many rows of a call wait when it ends."""
+        return max(1, num_rows // ROWS_PER_WAITING)
 
     @property
     def address(self) -> int:
@@ -208,6 +223,8 @@ class RowProgress:
     num_known: int
     """Tokens that the next step stores, beside its drafts."""
     has_ended: bool = False
+    has_paused: bool = False
+    """It goes on, but not in this call."""
     results: list[VerificationResult] = field(default_factory=list)
 
     @classmethod
@@ -247,6 +264,8 @@ class RowProgress:
             result.truncate(size)
         if result.tokens:
             self.results.append(result)
+        has_paused = any(token in self.row.pauses for token in result.tokens)
+        self.has_paused = has_paused and not self.has_ended
         self.tokens += result.tokens
         self.num_left -= len(result.tokens)
         self.num_known = 1
@@ -306,6 +325,7 @@ class SingleSteps(StepRunner):
         self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
     ) -> Advance:
         progress = list(map(RowProgress.of, rows))
+        interrupt = interrupt or Interrupt()
         going, num_forwards, draft_seconds = progress, 0, 0.0
         while going and num_forwards < num_steps:
             try:
@@ -322,11 +342,12 @@ class SingleSteps(StepRunner):
             results = _verify(logits, going)
             for row, result in zip(going, results, strict=True):
                 row.take(result)
-            pauses = any(map(_pauses, going, results))
-            num_going, going = len(going), [row for row in going if not row.has_ended]
-            if len(going) < len(progress) and self._chains and self._chains.learns_from_ends:
+            going = [row for row in going if not (row.has_ended or row.has_paused)]
+            if self._chains and self._chains.learns_from_ends and _num_ended(progress):
                 break
-            if pauses or (interrupt and interrupt.ends(num_going - len(going))):
+            num_waiting = sum(row.has_paused for row in progress)
+            num_waiting += _num_ended(progress) if interrupt.with_rows else 0
+            if interrupt.is_requested or num_waiting >= interrupt.max_waiting(len(rows)):
                 break
         return Advance([row.results for row in progress], num_forwards, draft_seconds)
 
@@ -357,8 +378,8 @@ class SingleSteps(StepRunner):
         return time.perf_counter() - began
 
 
-def _pauses(row: RowProgress, result: VerificationResult) -> bool:
-    return any(token in row.row.pauses for token in result.tokens)
+def _num_ended(rows: Sequence[RowProgress]) -> int:
+    return sum(row.has_ended for row in rows)
 
 
 def _verify(logits: Tensor, rows: Sequence[RowProgress]) -> list[VerificationResult]:

@@ -174,6 +174,7 @@ class ChainCall:
             drafts.
         """
         num_rows, width = len(self.rows), 1 + self.rows[0].draft_len
+        interrupt = interrupt or Interrupt()
         tokens = array("q", bytes(8 * num_steps * num_rows * 2 * width))
         counts = array("i", bytes(4 * num_steps * num_rows * 2))
         scores_width = max(map(_num_scores, self.rows))
@@ -193,8 +194,9 @@ class ChainCall:
             num_steps=num_steps,
             width=width,
             scores_width=scores_width,
-            interrupt=None if interrupt is None else interrupt.address,
-            ends_with_rows=interrupt is not None and interrupt.with_rows,
+            interrupt=interrupt.address,
+            max_waiting=interrupt.max_waiting(num_rows),
+            ended_rows_wait=interrupt.with_rows,
             **({} if self.draft is None else self._draft_fields(self.draft, num_rows * width)),
         )
         num_steps_run = load_library().decode_chains(

@@ -92,13 +92,13 @@ class ChainDecoder {
             const std::chrono::duration<double> passed = Clock::now() - began;
             *steps.draft_seconds += passed.count();
             if (!verify(step)) return -1;
-            if (is_over || is_interrupted()) return step + 1;
+            if (num_waiting >= steps.max_waiting || is_interrupted()) return step + 1;
         }
         return steps.num_steps;
     }
 
   private:
-    struct Going { // a row that has not ended
+    struct Going { // a row that has neither ended nor paused
         const ChainRow* row;
         int32_t number;
         int64_t position, num_left; // of the last known token; tokens to decode
@@ -115,7 +115,7 @@ class ChainDecoder {
     std::vector<float> entering;   // [T, hidden of the draft network]
     std::vector<Sampler> samplers; // of each thread
     Network network, drafts;       // of the target, and the one that drafts
-    bool is_over = false;          // a row waits for the caller
+    int32_t num_waiting = 0;       // rows that wait for the caller
 
     bool is_interrupted() const {
         return steps.interrupt && __atomic_load_n(steps.interrupt, __ATOMIC_RELAXED);
@@ -239,12 +239,12 @@ class ChainDecoder {
         });
         size_t num_going = 0;
         for (size_t r = 0; r < going.size(); r++)
-            if (row_states[r] != ENDS && num_going++ != r)
+            if (row_states[r] == GOES_ON && num_going++ != r)
                 going[num_going - 1] = std::move(going[r]);
-        is_over = std::any_of(row_states.begin(), row_states.end(), [&](RowState state) {
-            return state == PAUSES || (state == ENDS && steps.ends_with_rows);
-        });
         going.resize(num_going);
+        num_waiting += std::count(row_states.begin(), row_states.end(), PAUSES);
+        if (steps.ended_rows_wait)
+            num_waiting += std::count(row_states.begin(), row_states.end(), ENDS);
     }
 
     void store_states(const Call& call) const {

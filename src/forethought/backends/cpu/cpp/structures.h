@@ -229,7 +229,7 @@ struct Draws {
 struct ChainRow {
     const int32_t* pages;        // of all its slots; read where these are not contiguous
     const int64_t* ends;         // [num_ends]: ids after which it ends
-    const int64_t* pauses;       // [num_pauses]: ids after which the call ends, rising
+    const int64_t* pauses;       // [num_pauses]: ids after which it waits, rising
     const int64_t* known;        // [num_known]: the last known tokens, which are not stored yet
     int64_t first_slot;          // of position 0, where they are; else -1
     int64_t num_known, position; // position: of the last known one
@@ -275,8 +275,9 @@ struct ChainSteps {
     int32_t num_known;                  // the draft network reads further tokens as token 0
     int32_t seen_from;                  // as of Row, in the draft network
     int32_t scores_width;
-    int32_t ends_with_rows; // the call ends when a row has
-    int32_t stores_drafted; // its entries of drafted tokens are those of known ones
+    int32_t max_waiting;     // the call ends when so many rows wait
+    int32_t ended_rows_wait; // not only those that have decoded one of `pauses`
+    int32_t stores_drafted;  // its entries of drafted tokens are those of known ones
 };
 
 // A recurrent layer: products, a causal convolution per channel, a recurrence per head, a norm and
