@@ -114,9 +114,9 @@ class DecodeRow:
 
 
 ROWS_PER_WAITING = 8
-"""One row in so many may wait while the others go on. What the engine does between two calls costs
-as much as a few steps of all rows, and the steps that the rest of a call would have made of a row
-that waits are worth less in a larger batch."""
+"""One row in this number may wait while the others go on. What the engine does between two calls
+costs as much as a few steps of all rows, and the steps that the rest of a call would have made of a
+row that waits are worth less in a larger batch."""
 
 
 class Interrupt:
