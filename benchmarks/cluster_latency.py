@@ -59,13 +59,21 @@ async def medians(llm: AsyncLLM, count: int, args: argparse.Namespace, salt: str
     return Latency(statistics.median(firsts), statistics.median(per_tokens))
 
 
+async def warm_medians(llm: AsyncLLM, count: int, args: argparse.Namespace, salt: str) -> Latency:
+    """``medians`` after a turn that is not counted: memory that the other engine's turn has left
+    idle is slow at first on some virtual machines.
+    """
+    await medians(llm, count, args, f"warm {salt}")
+    return await medians(llm, count, args, salt)
+
+
 async def compare(llms: list[AsyncLLM], args: argparse.Namespace) -> list[dict[str, float]]:
     """A row per number of streams."""
     rows = []
     for count in args.streams:
         rounds = []
         for number in range(args.rounds + 1):  # the first one warms up
-            turn = [(await medians(llm, count, args, f"{count} {number}")) for llm in llms]
+            turn = [await warm_medians(llm, count, args, f"{count} {number}") for llm in llms]
             rounds += [turn] if number else []
         alone, apart = (
             Latency(*map(statistics.median, zip(*side, strict=True)))

@@ -517,7 +517,7 @@ def test_a_call_that_fails_half_way_leaves_nothing_wrong_behind(
         raise RuntimeError("too late")
 
     single = run(made_steps[0], [GREEDY, GREEDY])
-    monkeypatch.setattr(continuous, "step_runners", lambda: (SingleSteps,))
+    monkeypatch.setattr(continuous, "step_runners", lambda has_graphs: (SingleSteps,))
     change_advance(monkeypatch, fail)
     expect_same(made_steps, [single, run(made_steps[1], [GREEDY, GREEDY])])
 

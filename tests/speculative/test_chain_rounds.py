@@ -146,7 +146,7 @@ def test_rounds_generate_and_store_what_single_steps_and_the_reference_do(
     assert single[0].stats.accepted > 8
     assert (single[0].stats.accepted < single[0].stats.drafted) == (kind != "all accepted")
     expect_same(single, several)
-    monkeypatch.setattr(continuous, "step_runners", lambda: (SingleSteps,))
+    monkeypatch.setattr(continuous, "step_runners", lambda has_graphs: (SingleSteps,))
     expect_same(several, run(kind, 8))
 
 

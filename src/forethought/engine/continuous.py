@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def step_runners() -> tuple[type[StepRunner], ...]:
+def step_runners(has_graphs: bool) -> tuple[type[StepRunner], ...]:
     """The first that can make a call's steps does; the last is the reference implementation."""
-    rounds = backends.cuda().step_runner()
-    return *backends.cpu().step_runners(), rounds, QueuedSteps, SingleSteps
+    rounds = (backends.cuda().step_runner(),) if has_graphs else ()
+    return *backends.cpu().step_runners(), *rounds, QueuedSteps, SingleSteps
 
 
 def step_runner(
@@ -52,7 +52,10 @@ def step_runner(
     """What makes steps of these rows in one call, see :meth:`StepRunner.of`; None: single calls are
     no slower.
     """
-    runners = (implementation.of(runner, chains, rows, caches) for implementation in step_runners())
+    implementations = step_runners(runner.graphs is not None)
+    runners = (
+        implementation.of(runner, chains, rows, caches) for implementation in implementations
+    )
     return next((candidate for candidate in runners if candidate is not None), None)
 
 
@@ -64,7 +67,7 @@ class ContinuousDecode:
     ) -> None:
         self._runner, self._scheduler = runner, scheduler
         self._drafting, self._stats = drafting, stats
-        step_runners()  # imported before the first step
+        step_runners(runner.graphs is not None)  # imported before the first step
 
     def reserve(self, plan: Plan, num_steps: float, asks_drafters: bool) -> bool:
         """Reserve slots for up to ``num_steps`` steps in all, if the rows of a plan of one step can

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import MAX_GRAPH_TOKENS, CudaCapture
-from forethought.backends.cuda.paged import PagedAttention
-from forethought.kv.storage import KvStorage
 from forethought.model.backends import GraphBackend
-from forethought.model.causal_lm import CausalLM
-from forethought.model.graph_capturer import GraphCapturer
 
 if TYPE_CHECKING:
     from forethought.backends.cuda.chain_rounds import ChainRounds
     from forethought.backends.cuda.draft_graph import DraftGraphs
+    from forethought.backends.cuda.graph_runner import GraphRunner
     from forethought.backends.cuda.module_graphs import ModuleGraphs
     from forethought.backends.cuda.recurrent import KernelRecurrence
+    from forethought.kv.storage import KvStorage
+    from forethought.model.causal_lm import CausalLM
     from forethought.speculative.draft_module import DraftModuleRunner
 
 
@@ -44,6 +41,8 @@ class CudaBackend(GraphBackend):
     @staticmethod
     def reads_pages(lm: CausalLM) -> bool:
         """Whether a kernel attends over pages in place."""
+        from forethought.backends.cuda.paged import PagedAttention
+
         return isinstance(lm.backend, PagedAttention)
 
     @classmethod
@@ -59,6 +58,10 @@ class CudaBackend(GraphBackend):
     @staticmethod
     def runner(lm: CausalLM, storage: KvStorage, max_tokens: int | None) -> GraphRunner:
         """Runs steps of at most ``max_tokens`` by graphs; None: of as many as graphs may have."""
+        from forethought.backends.cuda.graph_runner import GraphRunner
+        from forethought.backends.cuda.graphs import MAX_GRAPH_TOKENS, CudaCapture
+        from forethought.model.graph_capturer import GraphCapturer
+
         graphs = GraphCapturer(CudaCapture(lm.device))
         return GraphRunner(lm, storage, graphs, max_tokens or MAX_GRAPH_TOKENS)
 
