@@ -260,6 +260,15 @@ def test_a_pointer_that_cannot_be_read_is_refused(content: str, tmp_path: Path) 
         weight_files(tmp_path)
 
 
+def test_weights_beside_a_pointer_to_others_are_refused(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(find_model_dir(model), copy)
+    assert gguf_files(copy) == [model]
+    (copy / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"Remove model\.gguf\.json if"):
+        check_checkpoint(copy)
+
+
 def test_weights_that_do_not_fit_the_configuration_of_a_view_are_refused(model: Path) -> None:
     directory = find_model_dir(model)
     file = directory / "config.json"

@@ -66,11 +66,18 @@ def view_of(path: Path, params: Mapping[str, Any] | None = None) -> Path:
 def weight_files(directory: Path) -> list[Path] | None:
     """The GGUF files that a directory is a view of, in their order; None: it is no view.
 
-    Raises ModelError if the pointer cannot be read, or a file is not there or has changed.
+    Raises ModelError if the pointer cannot be read, a file is not there or has changed, or the
+    directory has weights of its own.
     """
     pointer = directory / POINTER
     if not pointer.is_file():
         return None
+    if weights := sorted(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"cannot tell which model {directory} holds",
+            f"it has {weights[0].name}, and {POINTER} says that its weights are in a GGUF file",
+            f"Remove {POINTER} if the model is that of {weights[0].name}",
+        )
     try:
         entries = json.loads(pointer.read_text(encoding="utf-8"))["files"]
         states = [(Path(entry["path"]), entry["size"], entry["mtime_ns"]) for entry in entries]
