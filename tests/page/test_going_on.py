@@ -8,7 +8,7 @@ from http_servers import eventually
 from page.browser import Browser
 from page.stand_in import StandIn
 from page.steps import ask, open_page, shows, status, texts
-from page.streams import votes
+from page.streams import echo, votes
 from page.test_tools import WITH_TOOLS, adding
 
 pytestmark = pytest.mark.page
@@ -126,3 +126,49 @@ def test_the_events_of_a_run_are_kept_by_one_tab_alone(browser: Browser):
         browser.reload()
         shows(browser, ".run .status", "interrupted")
         assert texts(browser, ".answer") == [""]
+
+
+def test_what_two_tabs_ask_in_one_chat_is_all_kept(browser: Browser):
+    """The other tab asks after the turn that both have read, and again in it."""
+    other = """
+        const database = await new Promise((resolve) => {
+          const request = indexedDB.open("forethought");
+          request.onsuccess = () => resolve(request.result);
+        });
+        const transaction = database.transaction("conversations", "readwrite");
+        const chats = transaction.objectStore("conversations");
+        const chat = await new Promise((resolve) => {
+          chats.getAll().onsuccess = ({ target }) => resolve(target.result[0]);
+        });
+        const [turn] = chat.turns;
+        turn.runs.push("unread");
+        const next = { id: "t", parent: turn.id, question: "elsewhere", runs: [], created: 1 };
+        const orphan = { ...next, id: "orphan", parent: "deleted" };
+        chats.put({ ...chat, turns: [turn, next, orphan] });
+        await new Promise((resolve) => (transaction.oncomplete = resolve));
+        database.close();
+    """
+    turns = """
+        const database = await new Promise((resolve) => {
+          const request = indexedDB.open("forethought");
+          request.onsuccess = () => resolve(request.result);
+        });
+        const chats = database.transaction("conversations").objectStore("conversations");
+        const [chat] = await new Promise((resolve) => {
+          chats.getAll().onsuccess = ({ target }) => resolve(target.result);
+        });
+        database.close();
+        return chat.turns.map((turn) => `${turn.question} ${turn.runs.indexOf("unread")}`);
+    """
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        ask(browser, "one")
+        status(browser, "Answered")
+        browser.run_async(other)
+        ask(browser, "two")
+        shows(browser, ".turn:last-child .answer", "answer to two")
+        status(browser, "Answered")
+        assert sorted(browser.run_async(turns)) == ["elsewhere -1", "one 0", "two -1"]
+        browser.click_button("Delete", ".turn:last-child")
+        browser.click_button("Really?", ".turn:last-child")
+        eventually(lambda: sorted(browser.run_async(turns)) == ["elsewhere -1", "one 0"])

@@ -58,6 +58,8 @@ export class Store {
   constructor() {
     this.database = open();
     this.database.catch(() => {});
+    /** @private @type {WeakMap<Conversation, Set<string>>} of each chat its turns and runs that this tab has read or kept */
+    this.known = new WeakMap();
   }
 
   /**
@@ -118,7 +120,7 @@ export class Store {
   }
 
   /**
-   * Keeps a conversation.
+   * Keeps a conversation. Turns and runs that another tab has added to it meanwhile become part of it.
    * @param {Conversation} conversation
    * @param {boolean} [isUsed] whether it comes before all others now; it gets its number in the same transaction, whatever other tabs do
    */
@@ -126,9 +128,12 @@ export class Store {
     const transaction = (await this.database).transaction("conversations", "readwrite");
     const chats = transaction.objectStore("conversations");
     const latest = chats.index("used").openKeyCursor(null, "prev");
+    const stored = chats.get(conversation.id);
     await new Promise((resolve, reject) => {
-      latest.onsuccess = () => {
+      stored.onsuccess = () => {
         if (isUsed) conversation.used = Number(latest.result?.key ?? 0) + 1;
+        join(conversation, stored.result, this.known.get(conversation) ?? new Set());
+        this.known.set(conversation, idsOf(conversation));
         chats.put(conversation);
         transaction.commit(); // even if the page is left now
       };
@@ -150,7 +155,32 @@ export class Store {
 
   /** @param {string} id @returns {Promise<Conversation | null>} */
   async loadConversation(id) {
-    return (await this.use("conversations", "readonly", (store) => store.get(id))) ?? null;
+    const chat = await this.use("conversations", "readonly", (store) => store.get(id));
+    if (chat) this.known.set(chat, idsOf(chat));
+    return chat ?? null;
+  }
+}
+
+/** @param {Conversation} chat */
+function idsOf(chat) {
+  return new Set(chat.turns.flatMap((turn) => [turn.id, ...turn.runs]));
+}
+
+/**
+ * Adds to a chat what is stored of it beyond what is known: all else that it lacks was deleted here.
+ * @param {Conversation} chat
+ * @param {Conversation | undefined} stored
+ * @param {Set<string>} known
+ */
+function join(chat, stored, known) {
+  const turns = new Map(chat.turns.map((turn) => [turn.id, turn]));
+  for (const other of stored?.turns ?? []) {
+    const turn = turns.get(other.id);
+    const added = other.runs.filter((run) => !known.has(run) && !turn?.runs.includes(run));
+    if (turn) turn.runs.unshift(...added); // the last one is shown
+    if (turn || known.has(other.id) || (other.parent !== null && !turns.has(other.parent))) continue;
+    turns.set(other.id, other);
+    chat.turns.push(other);
   }
 }
 
