@@ -261,6 +261,23 @@ def test_an_attempt_says_which_rule_found_its_answer_and_whether_it_was_cut():
     assert restored.answer_rule == attempts[0].answer_rule
 
 
+def test_attempts_and_samples_that_were_cut_are_graded_by_the_answer_that_votes_extract():
+    """It is not the number that the limit of tokens has torn."""
+    torn = "The answer is 12.\nWait, no. So the answer is 4"
+    cut, whole, number = (
+        Reply(torn, finish_reason="length"),
+        Reply("It is 4"),
+        Reply("4", finish_reason="length"),
+    )
+    problems = [Problem(answer, "?", answer) for answer in ("12", "4")]
+    runner = EvaluationRunner(lambda: ScriptedWorker(lambda prompt, index: cut))
+    assert [one.correct for one in runner.attempts(recipe("plain"), problems)] == [True, False]
+    for problem, grades in zip(problems, [(True, False, False), (False, True, False)], strict=True):
+        runner = EvaluationRunner(lambda: ScriptedWorker([cut, whole, number]))
+        vote = recipe("majority_vote@3", settings={"early_stop": False})
+        assert runner.attempts(vote, [problem])[0].candidates == grades
+
+
 def test_every_sample_of_a_method_is_graded_if_all_were_finished():
     answers = ["yes", "no", "yes", "no", "no"]
     runner = EvaluationRunner(

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from forethought.evaluation.problems import Grader, Problem
+from forethought.evaluation.problems import Grader, Problem, solves
 from forethought.evaluation.report import aligned
 from forethought.evaluation.statistics import PairedComparison, Proportion, compare_pairs
 from forethought.methods.specreason import SpecReasonController
@@ -82,9 +82,10 @@ class TwoModels:
         after = [worker.llm.stats.decoded for worker in (self.base, self.small)]
         output = result.output
         assert output is not None, "generate raises where there is none"
+        text, is_cut = output.text or "", output.finish_reason == "length"
         counts = output.meta.get("specreason", {})
         return Solved(
-            self.grader.grade(output.text or "", problem),
+            solves(self.grader, text, problem, is_cut=is_cut),
             seconds,
             after[0] - before[0],
             after[1] - before[1],

@@ -65,13 +65,13 @@ class MathGrader:
         self._sympy: SympyPool | None = None
         self._lock = threading.Lock()
 
-    def grade(self, text: str | None, problem: Problem) -> bool:
+    def grade(self, text: str | None, problem: Problem, *, is_cut: bool = False) -> bool:
         """Whether ``text`` answers the problem. May take seconds where sympy is needed.
 
         Raises:
             DependencyError: it takes sympy, and ``math-verify`` is not installed.
         """
-        extracted = self.answer_of(text)
+        extracted = self.answer_of(text, is_cut=is_cut)
         return extracted is not None and self._equivalence(extracted.text, problem.answer)
 
     def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
@@ -117,8 +117,8 @@ class VerifierGrader:
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
 
-    def grade(self, text: str | None, problem: Problem) -> bool:
-        """Whether the checker accepts ``text``."""
+    def grade(self, text: str | None, problem: Problem, *, is_cut: bool = False) -> bool:
+        """Whether the checker accepts ``text``, as it is."""
         return bool(text) and self._verifier(problem.question, text or "")
 
     def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
@@ -143,8 +143,10 @@ class CodeGrader:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
-    def grade(self, text: str | None, problem: Problem) -> bool:
-        """Whether the program in ``text`` passes the tests of the problem. May take seconds."""
+    def grade(self, text: str | None, problem: Problem, *, is_cut: bool = False) -> bool:
+        """Whether the program in ``text``, as it is, passes the tests of the problem. May take
+        seconds.
+        """
         if not text or not text.strip():
             return False
         fields = problem.fields

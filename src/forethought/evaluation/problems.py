@@ -144,6 +144,9 @@ class Grader(Protocol):
 class AnswerFinder(Protocol):
     """A grader that shows which answer of a text it grades."""
 
+    def grade(self, text: str | None, problem: Problem, *, is_cut: bool = False) -> bool:
+        """As a ``Grader``, by the answer that ``answer_of`` extracts."""
+
     def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
         """The answer, and the rule that extracts it; None if there is none.
 
@@ -151,3 +154,10 @@ class AnswerFinder(Protocol):
             text: of the model.
             is_cut: whether it ends at its limit of tokens.
         """
+
+
+def solves(grader: Grader, text: str, problem: Problem, *, is_cut: bool) -> bool:
+    """Whether a text, which ``is_cut`` if a limit of tokens ended it, solves a problem."""
+    if isinstance(grader, AnswerFinder):
+        return grader.grade(text, problem, is_cut=is_cut)
+    return grader.grade(text, problem)

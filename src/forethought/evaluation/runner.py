@@ -26,7 +26,7 @@ from forethought.evaluation import IN_FLIGHT
 from forethought.evaluation.graders import MathGrader
 from forethought.evaluation.journal import Attempt
 from forethought.evaluation.lockstep import Lockstep
-from forethought.evaluation.problems import AnswerFinder, Grader, Problem, user_prompt
+from forethought.evaluation.problems import AnswerFinder, Grader, Problem, solves, user_prompt
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import (
     ProgressBar,
@@ -247,7 +247,7 @@ class EvaluationRunner:
             recipe.name,
             problem,
             text,
-            rule != "" and self.grade(text, problem),
+            rule != "" and self.grade(text, problem, is_cut=is_cut),
             number,
             sample,
             usage=result.usage + Usage(),  # a copy: it may still change
@@ -265,9 +265,9 @@ class EvaluationRunner:
         extracted = self._grader.answer_of(text, is_cut=is_cut)
         return "" if extracted is None else extracted.rule
 
-    def grade(self, text: str, problem: Problem) -> bool:
-        """Whether a text solves a problem."""
-        return self._grader.grade(text, problem)
+    def grade(self, text: str, problem: Problem, *, is_cut: bool = False) -> bool:
+        """Whether a text, which ``is_cut`` if a limit of tokens ended it, solves a problem."""
+        return solves(self._grader, text, problem, is_cut=is_cut)
 
     def _graded_candidates(
         self, output: ScaffoldingOutput | None, problem: Problem
@@ -276,11 +276,14 @@ class EvaluationRunner:
 
         Where some were ended early, the others are a biased selection, and none is graded.
         """
-        candidates = output.candidates if output else []
-        if None in candidates:
-            return (None,) * len(candidates)
-        grades = {text: self.grade(text or "", problem) for text in set(candidates)}
-        return tuple(grades[text] for text in candidates)
+        if output is None or None in output.candidates:
+            return (None,) * len(output.candidates if output else ())
+        texts = [
+            (text or "", number in output.cut_candidates)
+            for number, text in enumerate(output.candidates)
+        ]
+        grades = {one: self.grade(one[0], problem, is_cut=one[1]) for one in set(texts)}
+        return tuple(grades[one] for one in texts)
 
     def prompt(self, source: Source, problem: Problem, recipe: Recipe) -> Prompt:
         """The prompt of a problem for a method."""

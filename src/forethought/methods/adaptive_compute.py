@@ -225,8 +225,8 @@ def _finish(task: GenerationTask, samples: Sequence[_Sample], count: int) -> Pro
     best = max((sample for sample in samples if sample.has_ended), key=_rank)
     yield Stage("selected", fields={"sample": best.number, "score": best.score})
     task.result, task.request_handle = best.stream.result, best.stream.request_handle
-    texts = [sample.stream.output_str if sample.has_ended else None for sample in samples]
-    task.candidates = texts + [None] * (count - len(samples))
+    ended = [sample.stream if sample.has_ended else None for sample in samples]
+    task.keep_candidates(ended + [None] * (count - len(samples)))
     task.customized_result_fields["adaptive_compute"] = {
         "index": best.number,
         "scores": [sample.score for sample in samples],

@@ -112,7 +112,7 @@ class ArchonController(Controller):
         sampling.refuse(task, ["n"], "archon", "Give a generator samples")
         question_of(task)
         state, info, over_budget = _State(), list[dict[str, Any]](), False
-        texts: list[str | None] = []
+        first_candidates: list[ScaffoldingOutput] = []
         for number, layer in enumerate(self._layers(task)):
             try:
                 state = yield from self._run(task, state, layer, number)
@@ -121,12 +121,12 @@ class ArchonController(Controller):
                     raise
                 over_budget = True
                 break
-            texts = texts or [candidate.output.text for candidate in state.candidates]
+            first_candidates = first_candidates or [one.output for one in state.candidates]
             fields = {"types": [e.type for e in layer], "candidates": len(state.candidates)}
             info.append(fields)
             yield Stage("layer", fields={"number": number, **fields})
         task.result = state.candidates[0].output
-        task.candidates = texts
+        task.keep_candidates(first_candidates)
         meta = {"layers": info, "budget": over_budget}
         task.customized_result_fields["archon"] = meta
 

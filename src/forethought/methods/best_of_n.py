@@ -137,9 +137,7 @@ class BestOfNController(Controller):
         )
         info["index"] = [*scored][index]
         task.take_answer(best)
-        task.candidates = [
-            None if sample.error is not None else sample.output_str for sample in samples
-        ]
+        task.keep_candidates(None if sample.error is not None else sample for sample in samples)
         task.customized_result_fields["best_of_n"] = info
         fields = {"index": info["index"], "score": scores[info["index"]]}
         yield Stage("selected", branch=paths[info["index"]], fields=fields)

@@ -351,8 +351,8 @@ class _Vote:
         chosen = self.samples[min(best, key=lambda number: (-voters.get(number, 0.0), number))]
         task, missing = self._task, [None] * (self.num_samples - len(self.samples))
         task.take_answer(chosen.task)
-        texts = [sample.task.output_str if sample.has_ended else None for sample in self.samples]
-        task.candidates = [*texts, *missing]
+        ended_tasks = [sample.task if sample.has_ended else None for sample in self.samples]
+        task.keep_candidates([*ended_tasks, *missing])
         rule = answer_spaces.rule_of(self._method.space, chosen.task)
         task.customized_result_fields["deepconf"] = {
             **self._pool.info(rule),

@@ -208,8 +208,7 @@ class ForkThinkController(Controller):
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         chosen = paths[0 if winner is None else winner.first]
         task.result, task.request_handle = chosen.result, chosen.request_handle
-        texts = [paths[n].output_str if n in paths else None for n in range(count)]
-        task.candidates = texts
+        task.keep_candidates(paths.get(number) for number in range(count))
         task.customized_result_fields["fork_think"] = {
             **pool.info(answer_spaces.rule_of(self.space, chosen)),
             "points": [{"at": p.num_tokens, "confidence": p.confidence} for p in points],

@@ -330,7 +330,7 @@ class MajorityVoteController(Controller):
 def _store(tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Any]) -> None:
     for number, (task, sample) in enumerate(zip(tasks, chosen, strict=True)):
         task.take_answer(sample)
-        task.candidates = [
-            None if tasks_of_sample is None else tasks_of_sample[number].output_str
+        task.keep_candidates(
+            None if tasks_of_sample is None else tasks_of_sample[number]
             for tasks_of_sample in samples
-        ]
+        )

@@ -139,8 +139,8 @@ class RepeatedSamplingController(Controller):
         index = accepted[0] if accepted else (yield from self._fall_back(samples, info))
         chosen = samples[index].task
         task.take_answer(chosen)
-        texts = [sample.task.output_str if sample.has_ended else None for sample in samples]
-        task.candidates = texts + [None] * (count - len(samples))
+        ended = [sample.task if sample.has_ended else None for sample in samples]
+        task.keep_candidates(ended + [None] * (count - len(samples)))
         task.customized_result_fields["repeated_sampling"] = {
             "accepted": bool(accepted),
             "index": index,

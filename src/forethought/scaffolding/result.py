@@ -70,6 +70,8 @@ class ScaffoldingOutput:
     candidates: list[str | None] = field(default_factory=list)
     """Texts of the samples among which a method chose, by their numbers: None for one that failed
     or was ended early. Empty where it drew no samples."""
+    cut_candidates: list[int] = field(default_factory=list)
+    """Numbers of those that a limit of tokens ended."""
 
     @classmethod
     def inserted(cls, text: str, token_ids: list[int] | None = None) -> Self:

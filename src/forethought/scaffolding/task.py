@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Self, TypeVar
@@ -95,7 +95,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
     """All ``n`` of them; the fields above are those of the first."""
     candidates: list[str | None] = field(default_factory=list, init=False, repr=False)
-    """For methods that choose among samples; see ``ScaffoldingOutput.candidates``."""
+    """For methods that choose among samples, see ``keep_candidates``; the fields are those of
+    ``ScaffoldingOutput``."""
+    cut_candidates: list[int] = field(default_factory=list, init=False, repr=False)
     customized_result_fields: dict[str, Any] = field(default_factory=dict, init=False)
     llm_request_params: dict[str, Any] | None = field(default=None, init=False, repr=False)
     """The sampling parameters as the worker sent them to its backend."""
@@ -177,6 +179,7 @@ class GenerationTask(sampling.SamplingFields, Task):
             confidences=self.confidences,
             thinking=self.thinking,
             candidates=self.candidates,
+            cut_candidates=self.cut_candidates,
         )
 
     @result.setter
@@ -189,6 +192,7 @@ class GenerationTask(sampling.SamplingFields, Task):
         self.customized_result_fields = dict(output.meta)
         self.usage, self.thinking = output.usage, output.thinking
         self.samples, self.candidates = [], list(output.candidates)
+        self.cut_candidates = list(output.cut_candidates)
         self.draft_spans = []
         if result is None:
             self.context_logits = self.llm_request_params = self.request_handle = None
@@ -196,6 +200,15 @@ class GenerationTask(sampling.SamplingFields, Task):
             self.usage_prompt_tokens = self.usage_completion_tokens = None
             self.inserted_tokens = self.num_kept_tokens = self.suffix_logprobs = None
             self.chat = None
+
+    def keep_candidates(self, samples: Iterable[GenerationTask | ScaffoldingOutput | None]) -> None:
+        """Leave the samples among which a method has chosen, in the order of their numbers; None
+        for one that failed or was ended early.
+        """
+        kept = list(samples)
+        self.candidates = [None if sample is None else sample.output_str for sample in kept]
+        reasons = [None if sample is None else sample.finish_reason for sample in kept]
+        self.cut_candidates = [n for n, reason in enumerate(reasons) if reason == "length"]
 
     @property
     def joined(self) -> ScaffoldingOutput | None:

@@ -146,7 +146,7 @@ class RevisingController(Controller):
         self, task: GenerationTask, answers: list[GenerationTask], index: int, info: dict[str, Any]
     ) -> Process:
         task.take_answer(answers[index])
-        task.candidates = [answer.output_str for answer in answers]
+        task.keep_candidates(answers)
         task.customized_result_fields[self.name] = {
             **info,
             "answers": len(answers),

@@ -379,7 +379,7 @@ class Search:
         """Leave a beam as the result on the request's task."""
         task.result = beam.output
         task.request_handle = None if beam.task is None else beam.task.request_handle
-        task.candidates = [answer.text for answer in self.answers]
+        task.keep_candidates(answer.output for answer in self.answers)
 
 
 @with_settings

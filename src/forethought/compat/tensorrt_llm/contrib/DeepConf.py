@@ -196,7 +196,7 @@ class DeepConfOfflineMajorityVoteController(Controller):
         yield from self._sample(samples, kwargs)
         winners = yield from _vote(samples)
         task.result = winners[self.vote_policy].result
-        task.candidates = [sample.output_str for sample in samples]
+        task.keep_candidates(samples)
         task.customized_result_fields["vote_policy_to_voted_task"] = winners
         task.customized_result_fields["output_token_num"] = sum(map(_num_tokens, samples))
 
