@@ -503,3 +503,14 @@ def test_methods_are_listed_as_models_where_the_server_is_told_to() -> None:
         for name in ("majority_vote-scripted", "dynasor-scripted"):
             answer = running.client.chat.completions.create(**{**say("votes"), "model": name})
             assert answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_method_refuses_is_refused_with_a_status_however_many_choices_there_are(
+    server: Served, stream: bool, num_choices: int
+) -> None:
+    fields = {"method": "first_answer", "thinking_budget": 0, "n": num_choices}
+    answer = server.send("/v1/chat/completions", say("hello", **fields, stream=stream))
+    assert answer.status == 400, answer.text
+    assert "thinking_budget" in answer.json["error"]["message"]

@@ -251,3 +251,16 @@ def test_the_key_may_be_in_the_header_of_anthropics_clients() -> None:
                 else:
                     with pytest.raises(anthropic.AuthenticationError):
                         client.messages.create(**say("hello"))
+
+
+@pytest.mark.parametrize("content", ["Once upon", [{"type": "text", "text": "Once upon"}]])
+def test_the_answer_goes_on_after_the_last_words_of_an_assistant(content: Any) -> None:
+    begun = {"role": "assistant", "content": content}
+    body = say("a tale")
+    body["messages"].append(begun)
+    assert chat_of(MessagesRequest.model_validate(body)).prompt_end == "last"
+    assert chat_of(MessagesRequest.model_validate(say("a tale"))).prompt_end == "answer"
+    call = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+    for whole in ("", [call], [{"type": "text", "text": "Let me see."}, call]):
+        body["messages"][-1] = {"role": "assistant", "content": whole}
+        assert chat_of(MessagesRequest.model_validate(body)).prompt_end == "answer"

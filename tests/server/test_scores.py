@@ -249,3 +249,8 @@ def test_many_documents_are_scored_in_turns(
     apart = server.send("/v1/score", body).json["data"]
     values = [[entry["score"] for entry in data] for data in (together, apart)]
     assert values[0] == pytest.approx(values[1], abs=1e-5)
+
+
+def test_an_empty_list_of_texts_is_too_short_and_not_of_the_wrong_type(server: Served) -> None:
+    answer = server.send("/v1/score", {"text_1": [], "text_2": "b"})
+    assert "at least 1 item" in answer.error["message"], answer.text

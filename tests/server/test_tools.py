@@ -289,8 +289,11 @@ def test_a_forced_call_that_its_limit_cuts_is_a_call(num_tokens: int, server: Se
     choice = server.send(CHAT, body).json["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
     [call] = choice["message"]["tool_calls"]
-    found, reason = fragments(server.send(CHAT, {**body, "stream": True}))
+    answer = server.send(CHAT, {**body, "stream": True})
+    found, reason = fragments(answer)
     assert reason == "length"
+    deltas = [data["choices"][0]["delta"] for _, data in answer.events if data != "[DONE]"]
+    assert not any(delta.get("content") for delta in deltas)
     assert found[0]["function"]["name"] == call["function"]["name"] == "write"
     text = "".join(each["function"]["arguments"] for each in found)
     assert text == call["function"]["arguments"]

@@ -790,7 +790,9 @@ def test_a_stream_can_be_cancelled(worker):
         yield [stream]
         stream.cancel_flag = True
         yield [stream]
-        return stream.end_flag, stream.finish_reason, 5 <= len(stream.output_tokens) < 200
+        num_kept = len(stream.output_tokens)
+        assert stream.usage.decoded - stream.usage.discarded == num_kept, "the rest is in no text"
+        return stream.end_flag, stream.finish_reason, 5 <= num_kept < 200
 
     with held_back(worker.llm, after=20):
         assert played(worker, play) == (True, "abort", True)
@@ -805,9 +807,9 @@ def test_a_stream_that_is_cancelled_keeps_what_was_seen_of_it(worker, long):
         yield [stream]
         assert (stream.end_flag, stream.finish_reason) == (True, "abort")
         assert (stream.output_tokens, stream.output_str) == (long.token_ids[:5], text)
-        return stream.usage.decoded
+        return stream.usage.decoded, stream.usage.discarded
 
-    assert played(worker, play) == 20
+    assert played(worker, play) == (20, 15)
 
 
 def test_a_stream_that_is_left_ends_with_its_request_and_is_paid_for(worker):

@@ -435,10 +435,10 @@ def _invalid(complaints: Any) -> HttpError:
 def _foremost(complaints: Any) -> Mapping[str, Any]:
     """The complaint to report: of a union, about the alternative that fits best."""
 
-    def progress(complaint: Mapping[str, Any]) -> tuple[int, int]:
-        """How deep, and how far into a list, the value fits."""
-        last = complaint["loc"][-1]
-        return len(complaint["loc"]), last if isinstance(last, int) else 0
+    def progress(complaint: Mapping[str, Any]) -> tuple[int, int, bool]:
+        """How deep, and how far into a list, the value fits; whether it is of the right type."""
+        last, is_of_type = complaint["loc"][-1], not complaint["type"].endswith("_type")
+        return len(complaint["loc"]), last if isinstance(last, int) else 0, is_of_type
 
     unknown = [error for error in complaints if error["type"] == "extra_forbidden"]
     return max(unknown or complaints, key=progress)

@@ -188,10 +188,14 @@ class LiveSession:
             task.emit(text[start:], new, f"{id(self):x}", drafts)
 
     async def cancel(self) -> None:
-        """End the generation and free its pages; its task keeps what it has received."""
+        """End the generation and free its pages; its task keeps what it has received, and what was
+        decoded beyond is discarded.
+        """
         if not self.ended:
             await self.session.close()
             await self.reach(None)
+        num_shown = len(self.shown.token_ids) + self.num_beyond  # the latter are discarded already
+        self._usage.discarded += max(0, len(self.output.token_ids) - num_shown)
         await asyncio.shield(self.close())
 
     async def end_with_budget(self) -> None:

@@ -175,8 +175,9 @@ class _Chat:
         try:
             async with aclosing(service.updates(job)) as updates:
                 async for update in updates:
-                    lines += [] if opened else [self._role()]
-                    opened = True
+                    if not opened and (update.pieces or update.events):
+                        lines.append(self._role())
+                        opened = True
                     lines += [encode("forethought", event) for event in update.events]
                     for piece in update.pieces:
                         lines += self._delta(piece, streams[piece.index])

@@ -209,7 +209,8 @@ class AnswerStream:
         message = self._sorted(content, is_cut=answer.finish_reason == "length")
         num_read = 0 if self._calls is None else len(self._calls.whole_calls)
         self._finish_calls(answer.calls[num_read:])
-        return Split(reasoning + message.reasoning, message.content)
+        is_call_alone = bool(answer.calls) and not answer.content  # perhaps cut before its name
+        return Split(reasoning + message.reasoning, "" if is_call_alone else message.content)
 
     def take_calls(self) -> list[CallPiece]:
         """What is new of calls since they were taken last."""

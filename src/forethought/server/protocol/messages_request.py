@@ -5,7 +5,7 @@ send them, and the chat that they stand for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -170,7 +170,9 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def chat_of(body: CountTokensRequest) -> ChatRequest:
     """The chat that a body stands for; raises pydantic's ValidationError where there is none."""
     fields = body.model_dump(include={*_SHARED}, exclude_unset=True, by_alias=True)
-    fields["messages"] = [*_system(body.system), *_messages(body.messages)]
+    messages = fields["messages"] = [*_system(body.system), *_messages(body.messages)]
+    if messages and _is_begun_answer(messages[-1]):
+        fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
@@ -182,6 +184,12 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
     if body.output_config is not None:
         fields |= _output(body.output_config)
     return ChatRequest.model_validate(fields)
+
+
+def _is_begun_answer(message: Mapping[str, Any]) -> bool:
+    """Whether the answer is to go on after a message, as after an assistant's last words."""
+    is_text = message["role"] == "assistant" and not message.get("tool_calls")
+    return is_text and bool(message["content"])
 
 
 def _thinking(thinking: Thinking) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class Tools:
 
     def forced_name(self, text: str) -> str | None:
         """The function whose forced call is cut before its arguments, if there is one alone."""
-        names = self.format.begins_forced(text, list(self.functions)) if self.forced else []
+        has_begun = self.forced and bool(text)
+        names = self.format.begins_forced(text, list(self.functions)) if has_begun else []
         return names[0] if len(names) == 1 else None
 
     def parse(
