@@ -1,12 +1,13 @@
 """What clients and methods cost beside the engine: seconds and tokens, against plain generation.
 
-    python -m benchmarks.methods --parts alone batch vote clients
+    python -m benchmarks.methods --parts alone batch vote searches clients
 
 ``alone``    problems one at a time: ``LLM.generate``, the same through a worker, Dynasor-CoT,
              without drafts and with those of the draft model
 ``batch``    the same with all problems at once
-``vote``     votes, a beam search and particles against 16 samples of ``LLM.generate`` at the same
-             temperature: a vote's until they end, else as many tokens as the method decodes
+``vote``     votes against 16 samples of ``LLM.generate`` at the same temperature: a vote's until
+             they end, else as many tokens as the method decodes
+``searches`` the same of a beam search and particles, one problem at a time and all at once
 ``clients``  sampled streams of ``AsyncLLM`` and of ``serve`` against a batch of ``LLM``
 
 All of a part are run in turn, several times; medians. ``times`` compares seconds with those of the
@@ -94,10 +95,12 @@ def by_drafts(
     return rows
 
 
-def generate(llm: LLM, problems: Sequence[Problem], at_once: int) -> Usage:
+def generate(
+    llm: LLM, problems: Sequence[Problem], at_once: int, params: SamplingParams = GREEDY
+) -> Usage:
     prompts = [user_prompt(llm, problem.question) for problem in problems]
     groups = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
-    outputs = [output for group in groups for output in llm.generate(group, GREEDY)]
+    outputs = [output for group in groups for output in llm.generate(group, params)]
     return sum((output.usage for output in outputs), Usage())
 
 
@@ -130,33 +133,51 @@ def thinking_with(llm: LLM, controller: Controller) -> Iterator[ScaffoldingLlm]:
 
 # ---- samples -------------------------------------------------------------------------------------
 
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+Method = tuple[str, dict[str, Any]]
+"""Its name, and its settings."""
+VOTES: dict[str, Method] = {
     "vote of 16": ("majority_vote@16", {"early_stop": False}),
     "dynasor, vote of 16": ("dynasor+majority_vote@16", {**PROBING, "early_stop": False}),
+}
+SEARCHES: dict[str, Method] = {
     "beam search": ("beam_search", {}),
     "particles": ("particle_filtering", {}),
 }
 
 
 def vote(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
-    """Methods, one problem after the other, each after ``LLM``."""
+    """One problem after the other."""
+    return by_samples(problems, num_rounds, "vote", 1)
+
+
+def searches(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
+    """One problem after the other, and all at once."""
+    sizes = (1, len(problems))
+    return [row for size in sizes for row in by_samples(problems, num_rounds, "searches", size)]
+
+
+def by_samples(
+    problems: Sequence[Problem], num_rounds: int, part: str, at_once: int
+) -> list[dict[str, Any]]:
+    """Methods of a part, each after 16 samples of ``LLM``."""
     llm, rows = LLM(max_batch_size=64), list[dict[str, Any]]()
-    for name, (method, settings) in METHODS.items():
-        by_method = partial(solve, llm, problems, 1, method, settings)
+    for name, (method, settings) in {"vote": VOTES, "searches": SEARCHES}[part].items():
+        by_method = partial(solve, llm, problems, at_once, method, settings)
         num_tokens = by_method().decoded // (16 * len(problems))
         is_vote = method.startswith("majority_vote")
         params = {"max_tokens": GREEDY.max_tokens if is_vote else num_tokens}
-        by_llm = partial(sample, llm, problems, {**params, "ignore_eos": not is_vote})
+        by_llm = partial(sample, llm, problems, at_once, {**params, "ignore_eos": not is_vote})
         measured = measure({"LLM, 16 samples": by_llm, name: by_method}, num_rounds)
-        rows += table(name, measured, len(problems), part="vote")
+        rows += table(
+            f"{name}, {at_once} at once", measured, len(problems), part=part, at_once=at_once
+        )
     llm.shutdown()
     return rows
 
 
-def sample(llm: LLM, problems: Sequence[Problem], settings: dict[str, Any]) -> Usage:
+def sample(llm: LLM, problems: Sequence[Problem], at_once: int, settings: dict[str, Any]) -> Usage:
     params = SamplingParams(n=16, temperature=TEMPERATURE, seed=1, **settings)
-    prompts = [user_prompt(llm, problem.question) for problem in problems]
-    return sum((llm.generate(prompt, params).usage for prompt in prompts), Usage())
+    return generate(llm, problems, at_once, params)
 
 
 # ---- clients -------------------------------------------------------------------------------------
@@ -246,7 +267,13 @@ def post(port: int, prompt: Any, streams: bool) -> Usage:
     return Usage(decoded=num_tokens)
 
 
-PARTS = {"alone": alone, "batch": batch, "vote": vote, "clients": clients}
+PARTS = {
+    "alone": alone,
+    "batch": batch,
+    "vote": vote,
+    "searches": searches,
+    "clients": clients,
+}
 
 
 # ---- measuring -----------------------------------------------------------------------------------

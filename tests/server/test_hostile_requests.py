@@ -12,10 +12,10 @@ from functools import partial
 import pytest
 
 import hostile_requests
+from forethought.garbage_collection import left_out_of_collections, rare_collections
 from forethought.llm.async_llm import AsyncLLM
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.protocol.body import check_values
-from forethought.server.runner import rare_collections
 from forethought.server.settings import Settings
 from forethought.server.workers import SMALL, Workers
 from http_servers import WAIT, Served, eventually, served
@@ -32,7 +32,7 @@ SLOW |= {"a vote in a vote in a vote", "many ids to embed"}
 def server() -> Iterator[Served]:
     llm = AsyncLLM(kv_cache_config={"max_tokens": 16384})
     backend = EngineBackend(llm, "reasoner")
-    with rare_collections(), served(backend, Settings()) as running:
+    with left_out_of_collections(), rare_collections(), served(backend, Settings()) as running:
         yield running
     backend.close()
 

@@ -24,6 +24,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
 from forethought.engine.sequence import num_common
 from forethought.errors import DependencyError, EngineStopped, ParameterError, UsageError
+from forethought.garbage_collection import rare_collections
 from forethought.llm.fifo_lock import FifoLock
 from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.profile import ModelProfile
@@ -360,7 +361,8 @@ class LLM:
                 for request in requests:
                     generations.append(frontend.submit(*request))
                 frontend.local_engine.order_by_prefix([g.sequences for g in generations])
-            return [self._last(generation, Generation.output) for generation in bar(generations)]
+            with rare_collections():
+                return [self._last(one, Generation.output) for one in bar(generations)]
         finally:
             for generation in generations:
                 self._abort(generation)

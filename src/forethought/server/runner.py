@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TextIO
 
@@ -18,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from forethought.errors import UsageError
+from forethought.garbage_collection import left_out_of_collections, rare_collections
 from forethought.server.limits import Admission
 from forethought.server.service import Service
 
@@ -25,10 +25,6 @@ _CLOSING_SECONDS = 1
 """For connections whose requests were cancelled when the drain time was over."""
 _POLL_SECONDS = 0.1
 """How often a second signal is looked for."""
-_COLLECT_EVERY = (5_000, 5, 200)
-"""Objects made and not yet freed between two garbage collections (Python's own default is 700),
-such collections between two of the middle generation, and those between two of all objects. The
-event loop waits for each: one of all takes a second with the objects of fifty thousand samples."""
 _MAX_HEAD = 1 << 16
 """Bytes of the headers of a request."""
 _LOG_SECONDS = 0.1
@@ -233,29 +229,11 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     announce(f"http://{shown}:{port}")
     server = Server(app, drain_seconds)
-    with rare_collections():
+    # The event loop waits for each collection: one of all objects takes a second with those of
+    # fifty thousand samples.
+    with left_out_of_collections(), rare_collections():
         server.run(sockets=[bound])
     return 0 if server.started and not server.force_exit else 1
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """Garbage collections are rarer inside, and leave out what exists already.
-
-    With Python's own thresholds they would take one or two per cent of the processor time, and a
-    full collection would visit all that was loaded, while all streams wait. A program that has
-    frozen objects itself keeps them so.
-    """
-    thresholds, keeps_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECT_EVERY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        if not keeps_frozen:
-            gc.unfreeze()
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
