@@ -24,7 +24,7 @@ the first that differs from those of what ratios are to.
 =============  ==================================================================================
 ``decode``     tokens/s of greedy decoding, prompts of 128 tokens, by batch size
 ``first``      milliseconds to the first token after a prompt of 512
-``mixed``      tokens/s of 64 requests with prompts of 16 to 256 tokens and answers of 16 to 192
+``mixed``      tokens/s of ``--mixed`` requests, prompts of 16 to 256 tokens, answers of 16 to 192
 ``context``    tokens/s of a long prompt, and of decoding after it
 ``speculate``  tokens/s of the reasoner on held-out questions: plain, prompt lookup, a draft model
 =============  ==================================================================================
@@ -218,8 +218,9 @@ def run_cases(session: Session, entries: Sequence[Entry], vocab_size: int) -> No
                 short = [prompts.fixed(1, cases.FIRST_PROMPT, 1) for _ in range(count)]
                 session.measure("512 tokens,", short, cases.first_token)
             if "mixed" in args.cases:
-                mixed = [prompts.mixed() for _ in range(count)]
-                session.measure("64 mixed", mixed, cases.throughput)
+                for size in args.mixed:
+                    mixed = [prompts.mixed(size) for _ in range(count)]
+                    session.measure(f"{size} mixed", mixed, cases.throughput)
     if "context" in args.cases:
         run_contexts(session, entries, prompts)
 
@@ -345,6 +346,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 4096, 8192])
     parser.add_argument("--context-batches", nargs="+", type=int, default=[1])
     parser.add_argument("--context-rounds", type=int, default=1)
+    parser.add_argument("--mixed", nargs="+", type=int, default=[64], metavar="REQUESTS")
     parser.add_argument("--questions", type=int, default=4, help="of the reasoner, per round")
     parser.add_argument("--answer", type=int, default=256, help="most tokens of its answers")
     parser.add_argument(

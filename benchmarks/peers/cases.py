@@ -13,7 +13,7 @@ from benchmarks.peers.worker import Request
 
 FIRST_PROMPT = 512
 """Tokens of the prompt whose first token is timed."""
-NUM_MIXED, MIXED_PROMPTS, MIXED_LENGTHS = 64, (16, 256), (16, 192)
+MIXED_PROMPTS, MIXED_LENGTHS = (16, 256), (16, 192)
 """Requests at once, and the bounds of their prompts' and answers' tokens."""
 NUM_BEHIND = 33
 """Tokens decoded after a long context."""
@@ -59,9 +59,9 @@ class Prompts:
         """``batch`` prompts of one length."""
         return Request(self.of([prompt] * batch), [new] * batch, timed=timed)
 
-    def mixed(self) -> Request:
-        """Many requests of different lengths."""
-        prompts = self.of(self._source.randint(*MIXED_PROMPTS) for _ in range(NUM_MIXED))
+    def mixed(self, num_requests: int) -> Request:
+        """Requests of different lengths."""
+        prompts = self.of(self._source.randint(*MIXED_PROMPTS) for _ in range(num_requests))
         return Request(prompts, [self._source.randint(*MIXED_LENGTHS) for _ in prompts])
 
 
