@@ -21,7 +21,7 @@ from eagle_heads import random_head
 from engines import drain, engine_over, expect_empty, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
-from forethought.backends.cuda import backend as cuda_backend
+from forethought.backends.cuda import graphs as cuda_graphs
 from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
@@ -509,7 +509,7 @@ def test_the_kv_cache_leaves_memory_for_steps_on_a_gpu() -> None:
 def built(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     """The engine of the tiny model on the device, whose graphs are fake ones."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda_backend, "CudaCapture", lambda device: FakeGraph)
+    monkeypatch.setattr(cuda_graphs, "CudaCapture", lambda device: FakeGraph)
     fields = {"device": "cuda:0", "attention": PAGED, "dtype": "float32", **settings}
     return resolve.build(LlmArgs(**fields), tiny("llama"))
 
