@@ -292,3 +292,32 @@ def test_the_rule_belongs_to_the_answers_of_mathematics():
         with pytest.raises(ParameterError, match="answer"):
             answer_space(*wrong)
     assert rule_of(answer_space("text"), None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is minus 5.", ("phrase", "-5")),
+        ("The answer is negative $5.", ("phrase", "-$5")),
+        ("So we get Minus 3.5 degrees", ("number", "-3.5")),
+        ("So we get 10 minus 5", ("number", "5")),
+        ("We need x minus 5", ("number", "5")),
+        ("x minus 4 is negative 2", ("number", "-2")),
+    ],
+)
+def test_a_sign_in_words_is_one_and_a_difference_has_none(
+    text: str, expected: tuple[str, str]
+) -> None:
+    assert by_rule(text) == expected
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *("half of 10", "between 3 and 5", "5 squared", "3 times 5", "3 and a half"),
+        *("2 hours and 30 minutes", "2 hours 30 minutes", "12 apples and 3 pears"),
+    ],
+)
+def test_what_words_make_of_numbers_is_none_of_these_numbers(stated: str) -> None:
+    assert by_rule(f"The answer is {stated}.") == ("phrase", stated)
+    assert by_rule("The answer is 5, which is half of 10.") == ("phrase", "5")

@@ -110,8 +110,10 @@ def test_a_field_is_found_in_any_case_or_refused_with_the_fields_there_are(tmp_p
     (record,) = read_records(tmp_path / "a.jsonl")
     assert record.text("question", "problem") == "x"
     assert record.get("answer") is None
-    with pytest.raises(UsageError, match=r"a\.jsonl:1: it has no 'answer'.*'problem', 'answer'"):
+    with pytest.raises(UsageError, match=r"a\.jsonl:1: 'answer' is empty"):
         record.text("answer")
+    with pytest.raises(UsageError, match=r"a\.jsonl:1: it has no 'x'.*'problem', 'answer'"):
+        record.text("x")
     with pytest.raises(UsageError, match="'n' is 3"):
         record.text("n")
 
@@ -249,3 +251,18 @@ def test_an_answer_of_parquet_that_is_no_number_is_refused_with_its_row(tmp_path
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(UsageError, match=r"bad problem at .*a\.parquet:row 2: .*is nan"):
         problems.load(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("answer", [["a", "b"], {"a": 1}, True])
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path, answer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "1+1?", "answer": answer}) + "\n")
+    with pytest.raises(UsageError, match=r"a\.jsonl:1: its 'answer' is .* text or a number"):
+        problems.load(path)
+
+
+def test_an_empty_question_is_called_empty(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "", "answer": "1"}\n')
+    with pytest.raises(UsageError, match="'question' or 'problem' is empty"):
+        problems.load(path)

@@ -19,11 +19,13 @@ from forethought.scaffolding import (
     NativeGenerationController,
     ParallelProcess,
     Reply,
+    ScaffoldingLlm,
     ScriptedWorker,
     StreamGenerationTask,
     TaskStatus,
     Worker,
     current_scope,
+    replay,
 )
 from forethought.scaffolding.budget import BudgetAccount
 from scripted import TAG, answer
@@ -335,8 +337,11 @@ def test_what_a_worker_has_when_the_seconds_run_out_is_the_answer():
 
         task_handlers = {GenerationTask: handle}  # noqa: RUF012
 
-    result = answer(NativeGenerationController(), Late(), budget=Budget(seconds=60))
+    with ScaffoldingLlm(NativeGenerationController(), Late(), trace=True) as llm:
+        result = llm.generate("?", budget=Budget(seconds=60))
     assert (result.output.text, result.spent_budget) == ("in time", "seconds")
+    repeated = replay(result.trace, NativeGenerationController())
+    assert (repeated.output.text, repeated.spent_budget) == ("in time", "seconds")
 
 
 def test_a_task_that_the_budget_stops_ends_the_slow_work_beside_it():

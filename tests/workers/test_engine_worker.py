@@ -823,6 +823,7 @@ def test_a_stream_that_is_left_ends_with_its_request_and_is_paid_for(worker):
     assert not sequences(worker)
     assert cost(worker, before) == (result.usage.prefilled, result.usage.decoded)
     assert 5 <= result.usage.decoded < 200
+    assert result.usage.discarded == result.usage.decoded - 5
     # Every token but the first, which the prefill yields, took a step.
     assert result.metrics.steps == result.usage.decoded - 1
 

@@ -228,10 +228,10 @@ def _stated(text: str) -> str | None:
         return _bare(_span_content(match))
     if match := _EMPHASIS.match(text):
         return _bare(match[2])
-    sentence = _bare(_sentence(text))
+    sentence = _with_signs(_bare(_sentence(text)))
     if not sentence or _NO_ANSWER.match(sentence):
         return None
-    if _SEVERAL.fullmatch(sentence) or _CHOICE.match(sentence):
+    if _SEVERAL.fullmatch(sentence) or _CHOICE.match(sentence) or _COMPOSED.match(sentence):
         return sentence
     if number := _NUMBER_FIRST.match(sentence):
         return number[0].strip("$ ")
@@ -311,13 +311,35 @@ _SEVERAL = re.compile(
     r"|\d{1,2}(?::\d\d)? ?[aApP]\.?[mM]|\d{1,3}(?: \d{3})+"
 )
 """Several numbers, a time, or one number in groups."""
+_COMPOSED = re.compile(
+    r"(?:half|twice|double|triple|between|(?:a|one) (?:half|third|quarter))\b(?: of)? "
+    rf"{_CURRENCY}\d|(?:{_VALUE}) (?:squared|cubed|and an? (?:half|third|quarter))\b"
+    rf"|(?:{_VALUE}) (?:times|plus|minus|over|divided by) {_CURRENCY}\d"
+    rf"|(?:{_VALUE}) [A-Za-z]+,? and (?:{_VALUE}) [A-Za-z]+$"
+    rf"|(?:{_VALUE}) (?:days?|hours?|hrs?|h|minutes?|mins?|feet|ft) (?:{_VALUE}) [A-Za-z]+$",
+    re.IGNORECASE,
+)
+"""What words make of a number, or of several quantities: neither is the answer by itself."""
+_SIGN_WORD = re.compile(rf"\b(minus|negative) {{1,4}}(?={_CURRENCY}[.\d])", re.IGNORECASE)
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))")
 _UNDERLINED = re.compile(r"(?<![A-Za-z0-9_])(_{1,2})(?=\S)([^_\n]{1,100})(?<=\S)\1(?![A-Za-z0-9_])")
 _LIST_MARK = re.compile(r"^[ \t]*(?:[-*>][ \t]+)?\**\d{1,3}[.)](?=\s)", re.MULTILINE)
 
 
+def _with_signs(text: str) -> str:
+    """The text with signs that it has in words, as in "minus 5"; not with those of differences."""
+    return _SIGN_WORD.sub(_sign_of, text)
+
+
+def _sign_of(word: re.Match[str]) -> str:
+    before = word.string[max(0, word.start() - 8) : word.start()].rstrip()
+    is_operand = re.search(r"[\d)}\]%]$|(?<![A-Za-z])[A-Za-z]$", before)
+    return word[0] if is_operand and word[1].lower() == "minus" else "-"
+
+
 def _last_number(text: str) -> str | None:
     """The last number, with its sign, fraction, percentage or scale."""
+    text = _with_signs(text)
     text = _UNDERLINED.sub(r"\2", _GROUPED.sub(",", with_decimal_point(text)))
     text = _LIST_MARK.sub(lambda mark: " " * len(mark[0]), text)
     numbers = list(_NUMBER.finditer(text))

@@ -68,9 +68,11 @@ class Record:
         names = " or ".join(map(repr, fields))
         if value is None:
             has = ", ".join(map(repr, self.values)) or "none"
-            self.refuse(f"it has no {names}", f"Fields that it has: {has}")
+            is_empty = any(field in self.values for field in fields)
+            why = f"{names} is empty" if is_empty else f"it has no {names}"
+            self.refuse(why, f"Fields that it has: {has}")
         if not isinstance(value, str) or not value.strip():
-            self.refuse(f"{names} is {value!r}", "It has to be text")
+            self.refuse(f"{names} is {value!r:.200}", "It has to be text")
         if any("\ud800" <= char <= "\udfff" for char in value):
             self.refuse(f"{names} has half of a surrogate pair", "It has to be Unicode text")
         return value

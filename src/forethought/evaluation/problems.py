@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -65,6 +66,8 @@ def of_record(record: Record) -> Problem:
     answer = record.get(*_ANSWER)
     if answer is None:
         record.refuse("it has no 'answer'", 'Write {"question": "...", "answer": "..."}')
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
+        record.refuse(f"its 'answer' is {answer!r:.200}", "It has to be text or a number")
     return Problem(record.where, record.text(*_QUESTION), final_answer(str(answer)))
 
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forethought.errors import BudgetExceeded, UsageError
+from forethought.errors import BudgetExceeded, ModelError, UsageError
 
 if TYPE_CHECKING:
     from forethought.scaffolding.task import GenerationTask
@@ -84,8 +84,8 @@ class AttentionGroup:
         has_begun = self._begun is not None and self._begun.done()
         if id(task) not in self._expected or self.failure is not None or has_begun:
             return
-        if isinstance(error, BudgetExceeded):
-            self.failure = error
+        if isinstance(error, BudgetExceeded | ModelError):
+            self.failure = error  # of all of them
         else:
             self.failure = _not_together(error or asyncio.CancelledError())
         if self._begun is not None:

@@ -154,8 +154,11 @@ class BudgetAccount:
         self.expired = True
         self.exhaust(self._exceeded("seconds", self.budget.seconds))
 
-    def exhaust(self, reason: BudgetExceeded) -> None:
-        """End the budget: every further execution fails with ``reason``."""
+    def exhaust(self, reason: BudgetExceeded, limit: str | None = None) -> None:
+        """End the budget: every further execution fails with ``reason``. The ``limit`` that was
+        reached, ``"tokens"``, ``"calls"`` or ``"seconds"``, is known already where it is None.
+        """
+        self._refused = self._refused or limit
         if self.exhausted is None:
             self.exhausted = reason
             self.on_exhausted()

@@ -267,8 +267,9 @@ class Replay(Recorder):
     def exhaust(self, recorded: Span) -> None:
         """The budget ends here, with the error of a recorded span."""
         texts = recorded.error or {"what": "the budget is spent", "why": "", "fix": ""}
-        self._account.expired = self._account.expired or recorded.name == "seconds"
-        self._account.exhaust(BudgetExceeded(texts["what"], texts["why"], texts["fix"]))
+        limit = "seconds" if recorded.name == "seconds" else None
+        self._account.expired = self._account.expired or limit is not None
+        self._account.exhaust(BudgetExceeded(texts["what"], texts["why"], texts["fix"]), limit)
 
     def _match(self, span: Span) -> Span:
         if span.number not in self._matches:

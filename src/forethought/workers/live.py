@@ -194,9 +194,16 @@ class LiveSession:
         if not self.ended:
             await self.session.close()
             await self.reach(None)
-        num_shown = len(self.shown.token_ids) + self.num_beyond  # the latter are discarded already
-        self._usage.discarded += max(0, len(self.output.token_ids) - num_shown)
         await asyncio.shield(self.close())
+
+    def discard_rest(self) -> None:
+        """Count the tokens that its task has not received as discarded; those beyond the budget
+        are already.
+        """
+        num_shown = len(self.shown.token_ids) + self.num_beyond
+        self._usage.discarded += max(0, len(self.output.token_ids) - num_shown)
+        if self._account is not None:
+            self._account.record(self._usage)
 
     async def end_with_budget(self) -> None:
         """End the generation as the budget is spent; its task gets the output within it."""
@@ -223,11 +230,14 @@ class LiveSession:
         with suppress(ForethoughtError):
             await AsyncSession.close_all([live.session for live in going])
         for live in under_way:
-            if live._stream is not None and live._account is not None:
+            if live._stream is not None:
                 with suppress(ForethoughtError):  # what its generation failed with, if it did
-                    live._account.ended((await live._stream.finish()).metrics)
+                    live.output = await live._stream.finish()
+                    if live._account is not None:
+                        live._account.ended(live.output.metrics)
         for live in going:
             live.count()
+            live.discard_rest()
 
     def count(self) -> None:
         """Record its usage since the last call."""
