@@ -14,7 +14,7 @@ from engines import expect_empty, held_back
 from forethought import LLM, AsyncLLM, SamplingParams, assets
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import BudgetExceeded, ContextLengthError, ParameterError, UsageError
-from forethought.methods import MajorityVoteController
+from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.outputs import GRAMMAR_COMPLETE, ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import (
     AsCompleted,
@@ -32,6 +32,7 @@ from forethought.scaffolding import (
     ScriptedWorker,
     StreamGenerationTask,
     TRTLLMWorker,
+    replay,
 )
 from tokens import byte_level, speaking, thinking
 
@@ -1086,6 +1087,24 @@ def test_samples_that_a_budget_cuts_have_exactly_its_tokens_together(worker, mos
     assert spent.decoded == most + spent.discarded
     assert (result.output.finish_reason, result.output.text is None) == ("length", False)
     assert 0 < len(result.output.token_ids) <= most
+
+
+def test_a_request_that_a_budget_of_tokens_has_ended_is_replayed(worker):
+    """What it stops ends later than what had been done, and controllers go on in between."""
+
+    def voting():
+        chain = DynasorGenerationController(chunk_size=8, temperature=1.0)
+        return MajorityVoteController(chain, default_sample_num=3)
+
+    params = {"seed": 3, "max_tokens": 60, "ignore_eos": True}
+    for most in range(20, 120, 7):
+        with ScaffoldingLlm(voting(), worker, trace=True) as llm:
+            result = llm.generate(PROMPT, sampling_params=params, budget=Budget(tokens=most))
+        again = replay(result.trace, voting())
+        assert again.output.token_ids == result.output.token_ids
+        assert again.output.text == result.output.text
+        assert again.usage.completion_tokens == result.usage.completion_tokens == most
+        assert again.spent_budget == result.spent_budget == "tokens"
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,14 +141,13 @@ class Replay(Recorder):
     ) -> None:
         trace = Trace(request.result.id, recorded.method, recorded.started, budget=recorded.budget)
         super().__init__(trace, account, request.prompt, request.kwargs)
-        self._fail = fail
+        self._fail, self._used = fail, recorded.usage
         self._by_branch: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in recorded.spans:
             self._by_branch[span.branch, span.kind].append(span)
-        ended = [span for span in recorded.spans if span.order is not None]
-        in_order = sorted(ended, key=lambda span: span.order or 0)
-        self._pending = [span for span in in_order if span.outcome != "cancelled"]
         self._waits = deque(_Wait(*values) for values in recorded.resumed)
+        in_order = _by_end(recorded.spans, {wait.num_ended for wait in self._waits})
+        self._pending = [span for span in in_order if span.outcome != "cancelled"]
         self._waits_of: dict[str, deque[_Wait]] = defaultdict(deque)
         for wait in self._waits:
             self._waits_of[wait.branch].append(wait)
@@ -230,7 +229,11 @@ class Replay(Recorder):
         self._advance()
 
     def finish(self, outcome: Any, *, stopped: bool = False) -> None:
-        """The request is over."""
+        """The request is over. It has used what was recorded: generations that their tasks have
+        dropped decode on after their last span.
+        """
+        for name, count in self._used.items():
+            setattr(self._account.usage, name, count)
         super().finish(outcome, stopped=stopped)
         self._num_events += 1
 
@@ -325,6 +328,27 @@ class Replay(Recorder):
         return bool(paths & self._ended_branches)
 
 
+def _by_end(spans: Sequence[Span], resumed: Collection[int]) -> list[Span]:
+    """The spans that have ended, in the order of their ends.
+
+    The end of the budget is put behind tasks that were done by then, though their ends were
+    recorded later: it stops those that are executed.
+
+    Args:
+        spans: of the recording.
+        resumed: how many had ended whenever a controller went on.
+    """
+    ended = [span for span in spans if span.order is not None]
+    in_order = sorted(ended, key=lambda span: span.order or 0)
+    for at in range(len(in_order) - 1):
+        first, second = in_order[at : at + 2]
+        was_done = second.outcome == "done" and second.kind == "task"
+        has_begun = second.number < first.number and second.order not in resumed
+        if first.kind == "budget" and was_done and has_begun:
+            in_order[at : at + 2] = [second, first]
+    return in_order
+
+
 class ReplayWorker(Worker):
     """Answers each task with the trace's results, when it is its turn.
 
@@ -351,6 +375,10 @@ class ReplayWorker(Worker):
         span, match = self._tracer.recorded(task)
         try:
             await self._tracer.turn(span)
+        except asyncio.CancelledError:
+            if match.outcome == "budget":
+                await self._tracer.turn(span)  # a controller may go on before it has been stopped
+            raise
         finally:
             for name, count in match.usage.items():
                 setattr(task.usage, name, count)
