@@ -331,7 +331,7 @@ class Replay(Recorder):
 def _by_end(spans: Sequence[Span], resumed: Collection[int]) -> list[Span]:
     """The spans that have ended, in the order of their ends.
 
-    The end of the budget is put behind tasks that were done by then, though their ends were
+    The end of the budget is put after tasks that were done by then, though their ends were
     recorded later: it stops those that are executed.
 
     Args:
