@@ -114,8 +114,8 @@ def test_a_long_context_gives_the_speed_of_the_prompt_and_of_decoding_behind_it(
 
 def test_no_prompt_of_random_tokens_comes_twice() -> None:
     prompts = cases.Prompts(1000)
-    found = [tuple(prompt) for _ in range(5) for prompt in prompts.mixed().prompts]
-    assert len(set(found)) == len(found) == 5 * cases.NUM_MIXED
+    found = [tuple(prompt) for _ in range(5) for prompt in prompts.mixed(64).prompts]
+    assert len(set(found)) == len(found) == 5 * 64
 
 
 def test_the_file_of_a_model_with_recurrent_layers_has_its_weights(
