@@ -319,7 +319,7 @@ _COMPOSED = re.compile(
     rf"|(?:{_VALUE}) (?:days?|hours?|hrs?|h|minutes?|mins?|feet|ft) (?:{_VALUE}) [A-Za-z]+$",
     re.IGNORECASE,
 )
-"""What words make of a number, or of several quantities: neither is the answer by itself."""
+"""What words make of a number, or of several quantities: no number in it is the answer."""
 _SIGN_WORD = re.compile(rf"\b(minus|negative) {{1,4}}(?={_CURRENCY}[.\d])", re.IGNORECASE)
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))")
 _UNDERLINED = re.compile(r"(?<![A-Za-z0-9_])(_{1,2})(?=\S)([^_\n]{1,100})(?<=\S)\1(?![A-Za-z0-9_])")

@@ -205,10 +205,9 @@ class GenerationTask(sampling.SamplingFields, Task):
         """Leave the samples among which a method has chosen, in the order of their numbers; None
         for one that failed or was ended early.
         """
-        kept = list(samples)
-        self.candidates = [None if sample is None else sample.output_str for sample in kept]
-        reasons = [None if sample is None else sample.finish_reason for sample in kept]
-        self.cut_candidates = [n for n, reason in enumerate(reasons) if reason == "length"]
+        outputs = [sample or ScaffoldingOutput() for sample in samples]
+        self.candidates = [output.output_str for output in outputs]
+        self.cut_candidates = [n for n, one in enumerate(outputs) if one.finish_reason == "length"]
 
     @property
     def joined(self) -> ScaffoldingOutput | None:

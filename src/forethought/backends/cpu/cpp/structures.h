@@ -275,7 +275,7 @@ struct ChainSteps {
     int32_t num_known;                  // the draft network reads further tokens as token 0
     int32_t seen_from;                  // as of Row, in the draft network
     int32_t scores_width;
-    int32_t max_waiting;     // the call ends when so many rows wait
+    int32_t max_waiting;     // rows that wait when the call ends
     int32_t ended_rows_wait; // not only those that have decoded one of `pauses`
     int32_t stores_drafted;  // its entries of drafted tokens are those of known ones
 };
