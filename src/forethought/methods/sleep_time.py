@@ -40,6 +40,7 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.execution_scope import num_generated
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.session_task import RestoreSessionTask, SaveSessionTask
 from forethought.scaffolding.settings import (
     FileName,
     PositiveInt,
@@ -49,7 +50,7 @@ from forethought.scaffolding.settings import (
     setting,
     with_settings,
 )
-from forethought.scaffolding.task import GenerationTask, RestoreSessionTask, SaveSessionTask
+from forethought.scaffolding.task import GenerationTask
 
 SLEEP_PROMPT = (
     "\n\nQuestions about the text above will be asked later. Think ahead: work out everything that "

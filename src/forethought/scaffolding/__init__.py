@@ -90,11 +90,13 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "StreamEvent",
         ),
         "scaffolding.scaffolding_llm": ("ScaffoldingLlm",),
+        "scaffolding.session_task": (
+            "RestoreSessionTask",
+            "SaveSessionTask",
+        ),
         "scaffolding.task": (
             "ChatTask",
             "GenerationTask",
-            "RestoreSessionTask",
-            "SaveSessionTask",
             "StreamGenerationTask",
         ),
         "scaffolding.trace": (

@@ -72,10 +72,10 @@ from forethought.scaffolding.result import ScaffoldingResult as ScaffoldingResul
 from forethought.scaffolding.result import Stage as Stage
 from forethought.scaffolding.result import StreamEvent as StreamEvent
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm as ScaffoldingLlm
+from forethought.scaffolding.session_task import RestoreSessionTask as RestoreSessionTask
+from forethought.scaffolding.session_task import SaveSessionTask as SaveSessionTask
 from forethought.scaffolding.task import ChatTask as ChatTask
 from forethought.scaffolding.task import GenerationTask as GenerationTask
-from forethought.scaffolding.task import RestoreSessionTask as RestoreSessionTask
-from forethought.scaffolding.task import SaveSessionTask as SaveSessionTask
 from forethought.scaffolding.task import StreamGenerationTask as StreamGenerationTask
 from forethought.scaffolding.trace import Prices as Prices
 from forethought.scaffolding.trace import Trace as Trace

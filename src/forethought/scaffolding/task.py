@@ -4,8 +4,6 @@
 ``GenerationTask``        generates from a prompt, with the fields of ``sampling.SamplingFields``
 ``StreamGenerationTask``  returns to its controller every ``streaming_step`` tokens
 ``ChatTask``              generates the assistant's next message of a chat (``RoleMessage``, tools)
-``SaveSessionTask``       saves the sequence of a generation as a named KV snapshot
-``RestoreSessionTask``    opens such a snapshot, to be forked
 ========================  ======================================================================
 """
 
@@ -567,41 +565,6 @@ class ChatTask(StreamGenerationTask):
     def create_from_messages(messages: Sequence[RoleMessage], tools: Any = None) -> ChatTask:
         """A chat that goes on from ``messages``."""
         return ChatTask(messages=list(messages), tools=tools)
-
-
-@dataclass(eq=False)
-class SaveSessionTask(Task):
-    """Save the sequence of a finished generation, tokens and KV, as a named snapshot.
-
-    For workers that hold sequences (``EngineWorker``); ``RestoreSessionTask`` goes on from it, in
-    this request or in any later one, of another process too.
-    """
-
-    source: GenerationTask | None = None
-    """Its prompt and output are saved."""
-    suffix: str = ""
-    """Text appended to them."""
-    name: str = ""
-
-
-@dataclass(eq=False)
-class RestoreSessionTask(Task):
-    """Open a named snapshot, to fork tasks from it: ``restore.session.fork(question)``."""
-
-    name: str = ""
-    found: bool = field(default=False, init=False)
-    """Whether there is a snapshot of this name."""
-    text: str | None = field(default=None, init=False)
-    """The text of all its tokens, special ones included."""
-    request_handle: Any = field(default=None, init=False, repr=False)
-    """The worker's handle of its sequence."""
-
-    @property
-    def session(self) -> GenerationTask:
-        """A task whose prompt is the snapshot, only to be forked."""
-        task = GenerationTask(input_str=self.text)
-        task.worker_tag, task.request_handle = self.worker_tag, self.request_handle
-        return task
 
 
 def __getattr__(name: str) -> Any:

@@ -25,11 +25,10 @@ from forethought.scaffolding.base_task import (
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.parallel import Branch, Item
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.session_task import RestoreSessionTask, SaveSessionTask
 from forethought.scaffolding.task import (
     ChatTask,
     GenerationTask,
-    RestoreSessionTask,
-    SaveSessionTask,
     StreamGenerationTask,
 )
 from forethought.scaffolding.thinking import ThinkingProfile

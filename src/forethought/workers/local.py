@@ -31,12 +31,11 @@ from forethought.scaffolding.base_task import TaskStatus
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage, ToolCall, ToolFunction
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.session_task import RestoreSessionTask, SaveSessionTask
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import (
     ChatTask,
     GenerationTask,
-    RestoreSessionTask,
-    SaveSessionTask,
     StreamGenerationTask,
 )
 from forethought.scaffolding.thinking import ThinkingProfile

@@ -19,11 +19,10 @@ from forethought.scaffolding.base_task import RewardTask, TaskStatus
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.session_task import RestoreSessionTask, SaveSessionTask
 from forethought.scaffolding.task import (
     ChatTask,
     GenerationTask,
-    RestoreSessionTask,
-    SaveSessionTask,
     StreamGenerationTask,
 )
 from forethought.scaffolding.thinking import ThinkingProfile
