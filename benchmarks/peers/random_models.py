@@ -82,6 +82,12 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 1536,
         "num_hidden_layers": 24,
     },
+    "hybrid150m": {
+        **_HYBRID,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 20,
+    },
 }
 """135m has the sizes of SmolLM2-135M, 600m those of Qwen3-0.6B, 1500m a Qwen3 of 1.5 billion.
 Hybrids have Qwen3.5's layout: three layers of the gated delta rule to one of attention.
