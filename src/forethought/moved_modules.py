@@ -122,6 +122,7 @@ FORMER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "BestOfNController": "methods.best_of_n",
             "ChatWithMCPController": "methods.parts.tool_controller",
             "MajorityVoteController": "methods.majority_vote",
+            "NativeRewardController": "scaffolding.reward_controller",
             "PRMController": "rewards.prm_controller",
         },
         "scaffolding.task": {

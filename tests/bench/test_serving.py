@@ -30,6 +30,12 @@ def server():
         yield server
 
 
+def chunked(*choices):
+    """A stream of one event that ends as it should."""
+    event = f"data: {json.dumps({'choices': choices})}\n\n".encode()
+    return b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
+
+
 def exchange(sent, chunks, ended, num_tokens, error=None):
     return Exchange(sent, list(chunks), ended, 7, num_tokens, error)
 
@@ -136,6 +142,12 @@ def test_a_server_that_refuses_some_requests_fails_only_those(server):
         (b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy", "RequestError.*429.*busy"),
         (STREAM + b"9\r\ndata: {}\n", "ClientPayloadError"),
         (STREAM + b'14\r\ndata: {"error": "x"}\r\n0\r\n\r\n', "RequestError.*x"),
+        (STREAM + b"0\r\n\r\n", "broke off"),
+        (STREAM + chunked({"index": 0, "delta": {"content": "a"}}), "broke off"),
+        (
+            STREAM + chunked({"finish_reason": "stop", "text": "a"}, {"index": 1, "text": "b"}),
+            "broke off",
+        ),
         (b"", "ServerDisconnectedError"),
     ],
 )

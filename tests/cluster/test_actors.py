@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from forethought.cluster import actors
 from forethought.cluster.actors import ReplicaActor, Resources, name_of, start_ray
 from forethought.cluster.replica import Replica
-from forethought.errors import ParameterError
+from forethought.errors import ModelError, ParameterError
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,31 @@ def test_replicas_are_found_again_by_the_arguments_of_their_model() -> None:
 
 
 def test_a_cluster_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
     def refuse(**options: Any) -> None:
+        tried.append(options["address"])
         raise ConnectionError(f"nothing at {options['address']}")
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=refuse)
     monkeypatch.setattr(actors, "_ray", lambda: ray)
     monkeypatch.setattr(actors, "_TOKEN", Path("/nothing"))
-    with pytest.raises(ParameterError, match=r"10\.0\.0\.1:6379.*ray start"):
-        start_ray("10.0.0.1:6379", 2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        for there in (address, "auto"):
+            with pytest.raises(ParameterError, match=rf"{there}.*ray start"):
+                start_ray(there, 2)
+    assert tried == [address, "auto"]
+    for nowhere in (address, "127.0.0.1:99999", f"ray://{address}"):
+        with pytest.raises(ParameterError, match=rf"{nowhere}.*ray start"):
+            start_ray(nowhere, 2)
+    assert tried == [address, "auto"], "Ray would try for minutes"
+
+
+def test_the_error_of_a_replica_is_that_of_its_method_without_the_traceback() -> None:
+    ray_error = pytest.importorskip("ray").exceptions.RayTaskError
+    for cause in (ModelError("too large", "why", "what to do"), OSError(28, "no space")):
+        raised = ray_error("connect", "Traceback ...", cause).as_instanceof_cause()
+        error = actors._as_error(raised)
+        assert str(cause) in str(error)
+        assert "Traceback" not in str(error)

@@ -325,6 +325,13 @@ def test_a_prompt_is_scored_as_by_one_engine(cluster: AsyncLLM, local: AsyncLLM)
     assert scores(cluster) == scores(local)
 
 
+def test_a_prompt_as_long_as_the_context_is_scored(cluster: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    ids = [5 + n % 50 for n in range(cluster.max_length)]
+    output = asyncio.run(cluster.generate(ids, params))
+    assert len(output.prompt_logprobs or []) == len(ids)
+
+
 def test_replicas_refuse_what_they_cannot_honour() -> None:
     for fields in ({"snapshot_dir": "notes"}, {"replicas": 0}):
         with pytest.raises(ParameterError):

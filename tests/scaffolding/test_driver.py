@@ -8,8 +8,10 @@ import time
 import pytest
 
 from forethought.errors import (
+    BudgetExceeded,
     ParameterError,
     RequestCancelled,
+    RequestTimeout,
     TaskError,
     UsageError,
     WorkerTagError,
@@ -17,8 +19,10 @@ from forethought.errors import (
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
+    Budget,
     ComputeTask,
     Controller,
+    Delta,
     FirstDone,
     GenerationTask,
     NativeGenerationController,
@@ -27,6 +31,7 @@ from forethought.scaffolding import (
     RewardTask,
     ScaffoldingLlm,
     ScriptedWorker,
+    Stage,
     StreamGenerationTask,
     Task,
     TaskStatus,
@@ -50,8 +55,8 @@ class Play(Controller):
         tasks[0].output_str = repr((yield from self.play()))
 
 
-def played(play, worker):
-    return eval(answer(Play(play), worker).output.text)
+def played(play, worker, **options):
+    return eval(answer(Play(play), worker, **options).output.text)
 
 
 def test_tasks_of_a_list_run_at_the_same_time_and_all_are_waited_for():
@@ -69,6 +74,36 @@ def test_an_empty_list_resumes_at_once():
         return "on"
 
     assert played(play, ScriptedWorker()) == "on"
+
+
+@pytest.mark.parametrize("make", [list, lambda: Delta("on "), lambda: Stage("voted")])
+@pytest.mark.parametrize(
+    ("limit", "ended"),
+    [({"timeout": 0.2}, RequestTimeout), ({"budget": Budget(seconds=0.2)}, BudgetExceeded)],
+)
+def test_a_controller_that_yields_nothing_to_run_holds_nothing_up(make, limit, ended):
+    def play():
+        latest = time.monotonic() + (20 if "timeout" in limit or make is list else 0.5)
+        while time.monotonic() < latest:
+            yield make()
+        return "it was not ended"
+
+    if ended is BudgetExceeded and make is not list:
+        assert played(play, ScriptedWorker(), **limit) == "it was not ended", "it runs nothing"
+    else:
+        with pytest.raises(ended):
+            played(play, ScriptedWorker(), **limit)
+
+
+def test_a_task_that_is_twice_in_a_list_is_refused():
+    def play():
+        task = ask("p")
+        with pytest.raises(UsageError, match="twice"):
+            yield [task, task]
+        yield [task]
+        return task.output_str
+
+    assert played(play, ScriptedWorker(["once"])) == "once"
 
 
 def test_a_failure_is_raised_at_the_yield_with_task_status_and_cause():

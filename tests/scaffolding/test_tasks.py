@@ -329,6 +329,17 @@ def test_prompts_are_text_or_ids():
     assert GenerationTask.create_from_prompt([1, 2]).input_tokens == [1, 2]
     with pytest.raises(NotImplementedError):
         Task.create_from_prompt("p")
+    assert [GenerationTask(input_tokens=[1]).prompt, GenerationTask(input_str="p").prompt] == [
+        [1],
+        "p",
+    ]
+
+
+def test_a_text_set_beside_the_ids_of_a_prompt_is_refused():
+    task = GenerationTask.create_from_prompt([1, 2])
+    task.input_str = "what the controller meant to ask"
+    with pytest.raises(ParameterError, match="two prompts"):
+        _ = task.prompt
 
 
 def test_the_question_is_that_of_the_request_or_else_the_text_that_was_asked():

@@ -24,7 +24,7 @@ import reward_models
 from forethought.errors import ContextLengthError
 from forethought.llm.tokenizer import Tokenizer as ForethoughtTokenizer
 from forethought.scaffolding.base_task import RewardTask
-from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.server.backends.backend import worker_table
 from forethought.server.backends.engine_backend import judging, scored_length
 from forethought.server.backends.scored_length import ScoredLength

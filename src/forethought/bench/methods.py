@@ -29,7 +29,7 @@ from forethought.evaluation.statistics import PairedComparison, Proportion, comp
 from forethought.methods.parts.difficulty import PROBES, Policy, fit
 from forethought.methods.stack import parameters
 from forethought.rewards.checker_controller import CheckerController
-from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.scaffolding.worker import Worker
 
 PLAIN = "plain"

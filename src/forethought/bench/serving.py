@@ -35,6 +35,7 @@ PERCENTILES = (50, 90, 95, 99)
 TARGETS = MappingProxyType({"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"})
 """Names of the targets for goodput, as vLLM's benchmark has them, and the measure of each."""
 _TIMEOUT = 3600.0
+"""Seconds for an answer."""
 _KEPT_SECONDS = 2.0
 """For which an idle connection is kept: less than servers keep theirs, which would break requests
 that are just being sent."""
@@ -42,7 +43,6 @@ _LINE_BYTES = 1 << 20
 """Half of the longest line of a stream."""
 _SHOWN = 500
 """Characters of the body of a refusal."""
-"""Seconds for an answer."""
 
 
 @dataclass(slots=True)
@@ -59,6 +59,8 @@ class Exchange:
     """As the server counts them; the number of chunks if it does not."""
     error: str | None = None
     """None: the answer is complete."""
+    is_finished: dict[int, bool] = field(default_factory=dict)
+    """Whether the server has said why it ended, of each choice by its index."""
 
     @property
     def ttft(self) -> float:
@@ -305,6 +307,7 @@ class ServingBench:
                 await _check(response)
                 async for line in response.content:
                     _take(exchange, line.rstrip(), began)
+            _check_finished(exchange)
         except Exception as error:
             exchange.error = f"{type(error).__name__}: {error}"
         exchange.ended = time.perf_counter() - began
@@ -319,6 +322,12 @@ async def _check(response: ClientResponse) -> None:
         raise RequestError(f"the server answered {response.status}", text[:_SHOWN])
 
 
+def _check_finished(exchange: Exchange) -> None:
+    """Raises RequestError for a stream that ended before its answers did."""
+    if not exchange.is_finished or not all(exchange.is_finished.values()):
+        raise RequestError("the answer broke off", "the server sent no finish_reason")
+
+
 def _take(exchange: Exchange, line: bytes, began: float) -> None:
     """Read a line of the stream; raises RequestError if it says that the request has failed."""
     if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
@@ -326,8 +335,12 @@ def _take(exchange: Exchange, line: bytes, began: float) -> None:
     chunk = json.loads(line[5:])
     if "error" in chunk:
         raise RequestError("the server failed", str(chunk["error"]))
-    if any(map(_has_text, chunk.get("choices") or ())):
+    choices = chunk.get("choices") or ()
+    if any(map(_has_text, choices)):
         exchange.chunks.append(time.perf_counter() - began)
+    for choice in choices:
+        index, ended = choice.get("index") or 0, bool(choice.get("finish_reason"))
+        exchange.is_finished[index] = ended or exchange.is_finished.get(index, False)
     if usage := chunk.get("usage"):
         exchange.num_prompt_tokens = usage.get("prompt_tokens") or 0
         exchange.num_output_tokens = usage.get("completion_tokens") or 0

@@ -73,7 +73,7 @@ from forethought.model_dir import find_model_dir, read_json
 from forethought.rewards.verifier import verifier
 from forethought.saved_file import check_folder
 from forethought.scaffolding.budget import Budget
-from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.workers.concurrency import AdaptiveConcurrency
 
 if TYPE_CHECKING:

@@ -46,7 +46,8 @@ from forethought.methods.stack import (
     stack,
 )
 from forethought.saved_file import check_file
-from forethought.scaffolding.controller import Controller, NativeRewardController
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.reward_controller import NativeRewardController
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

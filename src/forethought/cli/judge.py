@@ -15,7 +15,7 @@ from forethought.methods import Method
 from forethought.methods.stack import parameters
 from forethought.model_dir import checked_model_dir, find_model_dir
 from forethought.rewards.prm_controller import PRMController, StepAggregation
-from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.scaffolding.worker import Worker
 from forethought.workers.routing import shown_url, url_error
 

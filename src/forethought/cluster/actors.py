@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ NAMESPACE = "forethought"
 """Of the actors in a cluster of Ray."""
 _OBJECT_STORE = 128 * 2**20
 """Bytes of a Ray that is started here: messages are small."""
+_CONNECT_SECONDS = 10.0
 _LEAVE_SECONDS = 3.0
 _STATUS_SECONDS = 10.0
 """In which a replica answers its operator; one that loads its model does not yet."""
@@ -64,6 +66,7 @@ def start_ray(address: str | None, num_actors: int) -> None:
             "_system_config": {"worker_niceness": 0},  # by default all else goes before replicas
         }
     else:
+        _check_reachable(address)
         options["address"] = address
     try:
         ray.init(**options)
@@ -72,6 +75,17 @@ def start_ray(address: str | None, num_actors: int) -> None:
         raise ParameterError(f"Ray cannot be used {where}", str(error), _HELP) from error
     if address is None:
         log.info("Ray runs at %s", ray.get_runtime_context().gcs_address)
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ParameterError if nothing listens at a host and port: Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ParameterError(f"Ray cannot be used at {address}", str(error), _HELP) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +317,11 @@ class ActorChannel:
 
 
 def _as_error(error: BaseException) -> Exception:
-    if isinstance(error, ForethoughtError):
-        return error
-    cause = getattr(error, "cause", None)
+    cause = getattr(error, "cause", None) or error  # Ray's own is of both kinds, and all traceback
     if isinstance(cause, ForethoughtError):
         return cause
+    if cause is not error:
+        return EngineStopped("the replica died", f"{type(cause).__name__}: {cause}")
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return EngineStopped("the replica died", lines[0])
 

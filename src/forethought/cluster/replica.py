@@ -340,22 +340,24 @@ class Replica:
         if length == 0:
             session = AsyncSession(self._llm, self._llm._thread, rest)  # checked by the ingress
             if command.params.prompt_logprobs is not None:  # of what is added to a session
-                session = await self._branched(session, 1, rest[1:])
+                session = await self._branched(session, 1, rest[1:], command.params)
         else:
             if handle not in asker.sessions:
                 raise RequestError("the session cannot go on", "what it is a fork of has failed")
             session = asker.sessions[handle]
             was_stopped = before is not None and before.number not in asker.generations
             if rest or was_stopped or len(session.tokens) != length:
-                session = await self._branched(session, length, rest)
+                session = await self._branched(session, length, rest, command.params)
         if before is not None:
             asker.generations.pop(before.number, None)
         asker.sessions[handle] = session
         return session
 
-    async def _branched(self, session: AsyncSession, length: int, rest: list[int]) -> AsyncSession:
+    async def _branched(
+        self, session: AsyncSession, length: int, rest: list[int], params: SamplingParams
+    ) -> AsyncSession:
         """Another session in the place of one, which is closed."""
-        branch = await session.branch(length, rest)
+        branch = await session.branch(length, rest, params)
         self._close_soon(session)
         return branch
 

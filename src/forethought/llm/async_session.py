@@ -251,10 +251,13 @@ class AsyncSession:
             lambda: AsyncSession(owner, thread, sequence=thread.frontend.fork(handle.opened, cut))
         )
 
-    async def branch(self, length: int, more: str | Sequence[int] = ()) -> AsyncSession:
+    async def branch(
+        self, length: int, more: str | Sequence[int] = (), params: SamplingParams = PREFILL
+    ) -> AsyncSession:
         """Another session with the first ``length`` tokens of this one and ``more`` after them, as
         ``fork`` and ``extend`` make it, before the next step and without waiting for one. If this
-        session is closed by then, its tokens are computed again.
+        session is closed by then, its tokens are computed again. It has to have room for one token
+        more, unless the ``params`` of what it generates next ask for none.
 
         Raises:
             UsageError: it has fewer tokens now.
@@ -273,7 +276,7 @@ class AsyncSession:
                 "Branch it at one of its own lengths",
             )
         token_ids = [*tokens[:length], *new_ids]
-        frontend.engine.check_prompt(token_ids, PREFILL)
+        frontend.engine.check_prompt(token_ids, params)
         return AsyncSession(self._owner, self._thread, token_ids, source=self, length=length)
 
     async def save(self, name: str) -> Path:

@@ -25,14 +25,10 @@ from forethought.answers.answer_spaces import AnswerSpace
 from forethought.answers.answers import AnswerPool
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import (
-    Controller,
-    expect_one,
-    refuse_arguments,
-    sampled,
-)
+from forethought.scaffolding.controller import Controller, expect_one, refuse_arguments, sampled
 from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import scores_of
 from forethought.scaffolding.settings import (
     POSITIVE_INT,
     OnFailure,
@@ -163,16 +159,10 @@ class BestOfNController(Controller):
             yield from self.reward_controller.process(samples, **options)
         except BudgetExceeded:
             return [None if sample.error is not None else 0.0 for sample in samples]
-        scores: Any = getattr(self.reward_controller, "scores", None)
-        if scores is None or len(scores) != len(samples):
-            raise ParameterError(
-                f"{type(self.reward_controller).__name__} is no reward controller",
-                f"it leaves {scores!r} as scores of {len(samples)} samples",
-                "Its process has to leave one score per task in its attribute scores",
-            )
+        scores = scores_of(self.reward_controller, len(samples))
         if all(score is None for score in scores):
             raise _unscored(samples)
-        return list(scores)
+        return scores
 
     def _leading(self, samples: Sequence[GenerationTask], scored: Mapping[int, float]) -> Process:
         """The vote's result fields, and the scores of the samples of the answer with the largest

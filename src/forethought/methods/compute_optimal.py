@@ -45,6 +45,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import scores_of
 from forethought.scaffolding.settings import required, setting, with_settings
 from forethought.scaffolding.task import GenerationTask
 
@@ -174,7 +175,7 @@ class ComputeOptimalController(Controller):
             yield from reward.process(probes)
         except BudgetExceeded:
             return probes[0], 1.0
-        scores = [score or 0.0 for score in getattr(reward, "scores", None) or [0.0] * len(probes)]
+        scores = [score or 0.0 for score in scores_of(reward, len(probes))]
         best = max(range(len(probes)), key=scores.__getitem__)
         return probes[best], score_difficulty(scores, self._policy.num_probes)
 

@@ -22,6 +22,7 @@ from forethought.methods.parts.revision import RevisingController, RevisionEnd, 
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import scores_of
 from forethought.scaffolding.settings import NonNegativeInt, Text, setting, with_settings
 from forethought.scaffolding.task import GenerationTask
 
@@ -103,7 +104,7 @@ class SequentialRevisionController(RevisingController):
             return (yield from self._vote(answers, info))
         reward: Any = self.reward_controller
         yield from reward.process(answers_alone(answers))
-        scores = info["scores"] = list(reward.scores)
+        scores = info["scores"] = scores_of(reward, len(answers))
         ranked = [(score, number) for number, score in enumerate(scores) if score is not None]
         return max(ranked, default=(0.0, latest))[1]
 

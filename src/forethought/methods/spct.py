@@ -36,14 +36,10 @@ from forethought.rewards.judge import (
 )
 from forethought.scaffolding import sampling
 from forethought.scaffolding.base_task import RewardTask
-from forethought.scaffolding.controller import (
-    Controller,
-    NativeRewardController,
-    has_failed,
-    refuse_arguments,
-)
+from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import NativeRewardController, has_failed, scores_of
 from forethought.scaffolding.settings import PositiveInt, Text, setting, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
@@ -181,11 +177,9 @@ class SPCTRewardController(NativeRewardController):
             yield from reward.process([chats[number] for number in self.voters])
         except BudgetExceeded:
             return  # all of them vote
-        scores = dict(zip(self.voters, reward.scores, strict=True))
-        ranked = sorted(
-            (number for number in self.voters if scores[number] is not None),
-            key=lambda number: -scores[number],
-        )
+        scores = zip(self.voters, scores_of(reward, len(self.voters)), strict=True)
+        scored = {number: score for number, score in scores if score is not None}
+        ranked = sorted(scored, key=lambda number: -scored[number])
         num_voters = self.num_voters or max(1, self.num_critiques // 2)
         self.voters = sorted(ranked[:num_voters])
 

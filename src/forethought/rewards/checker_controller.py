@@ -17,8 +17,9 @@ from typing import Any
 from forethought.errors import ParameterError
 from forethought.rewards import verifier as verifiers
 from forethought.scaffolding.base_task import ComputeTask, RewardTask
-from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
+from forethought.scaffolding.controller import refuse_arguments
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.reward_controller import NativeRewardController, has_failed
 from forethought.scaffolding.settings import required, with_settings
 from forethought.scaffolding.task import GenerationTask
 

@@ -28,14 +28,10 @@ from forethought.config.sampling import MAX_LOGPROBS
 from forethought.errors import ParameterError
 from forethought.outputs import TokenConfidence, TokenLogprobs
 from forethought.scaffolding.base_task import RewardTask
-from forethought.scaffolding.controller import (
-    Controller,
-    NativeRewardController,
-    has_failed,
-    refuse_arguments,
-)
+from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import NativeRewardController, has_failed
 from forethought.scaffolding.settings import PositiveInt, setting, with_settings
 from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 

@@ -22,9 +22,10 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.rewards.confidence import NUM_LOGPROBS, word_probability
-from forethought.scaffolding.controller import Controller, has_failed, refuse_arguments
+from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import has_failed
 from forethought.scaffolding.settings import (
     NonNegativeInt,
     PositiveInt,

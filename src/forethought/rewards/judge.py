@@ -28,9 +28,10 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.base_task import RewardTask
-from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
+from forethought.scaffolding.controller import refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.reward_controller import NativeRewardController, has_failed
 from forethought.scaffolding.settings import TEXT, Text, setting, validated, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask
 

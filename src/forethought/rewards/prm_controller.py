@@ -13,8 +13,9 @@ from typing import Any, Literal, Self
 from forethought.errors import ParameterError
 from forethought.rewards.step_format import STEP_FORMATS, ChatSteps, StepFormat
 from forethought.scaffolding.base_task import ComputeTask, RewardTask
-from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
+from forethought.scaffolding.controller import refuse_arguments
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.reward_controller import NativeRewardController, has_failed
 from forethought.scaffolding.settings import required, setting, with_settings
 from forethought.scaffolding.task import GenerationTask
 

@@ -61,7 +61,6 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "Controller",
             "NativeChatController",
             "NativeGenerationController",
-            "NativeRewardController",
         ),
         "scaffolding.execution_scope": (
             "ExecutionScope",
@@ -89,6 +88,7 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "Stage",
             "StreamEvent",
         ),
+        "scaffolding.reward_controller": ("NativeRewardController",),
         "scaffolding.scaffolding_llm": ("ScaffoldingLlm",),
         "scaffolding.session_task": (
             "RestoreSessionTask",

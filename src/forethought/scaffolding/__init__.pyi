@@ -52,7 +52,6 @@ from forethought.scaffolding.controller import NativeChatController as NativeCha
 from forethought.scaffolding.controller import (
     NativeGenerationController as NativeGenerationController,
 )
-from forethought.scaffolding.controller import NativeRewardController as NativeRewardController
 from forethought.scaffolding.execution_scope import ExecutionScope as ExecutionScope
 from forethought.scaffolding.execution_scope import current_scope as current_scope
 from forethought.scaffolding.messages import AssistantMessage as AssistantMessage
@@ -71,6 +70,9 @@ from forethought.scaffolding.result import ScaffoldingOutput as ScaffoldingOutpu
 from forethought.scaffolding.result import ScaffoldingResult as ScaffoldingResult
 from forethought.scaffolding.result import Stage as Stage
 from forethought.scaffolding.result import StreamEvent as StreamEvent
+from forethought.scaffolding.reward_controller import (
+    NativeRewardController as NativeRewardController,
+)
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm as ScaffoldingLlm
 from forethought.scaffolding.session_task import RestoreSessionTask as RestoreSessionTask
 from forethought.scaffolding.session_task import SaveSessionTask as SaveSessionTask

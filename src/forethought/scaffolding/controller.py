@@ -26,7 +26,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.moved_modules import former_name
 from forethought.scaffolding import sampling
-from forethought.scaffolding.base_task import RewardTask, Task
+from forethought.scaffolding.base_task import Task
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import RoleMessage, SystemMessage
 from forethought.scaffolding.parallel import (
@@ -365,51 +365,6 @@ class NativeChatController(NativeGenerationController):
         return chat
 
 
-class NativeRewardController(Controller):
-    """Scores answers: ``scores`` holds one per task, in their order.
-
-    A finished generation task is scored by its question (``GenerationTask.question_text``) and its
-    output, a reward task as it is. A generation task that failed with ``on_failure="drop"`` scores
-    None.
-
-    Attributes:
-        sample_params: sampling fields that the generation of the scored answers has to set.
-    """
-
-    sample_params: Mapping[str, Any] = MappingProxyType({})
-
-    class WorkerTag(Enum):
-        """The worker that scores."""
-
-        REWARD = "reward"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores: list[float | None] | None = None
-
-    def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks at once; it takes no keyword arguments."""
-        refuse_arguments(self, kwargs)
-        rewards = [None if has_failed(task) else self._reward(task) for task in tasks]
-        yield from self._score(rewards)
-
-    def _score(self, rewards: Sequence[RewardTask | None]) -> Process:
-        """Run the reward tasks, and keep one score per entry; None where there is no task."""
-        yield [task for task in rewards if task is not None]
-        self.scores = [None if task is None else task.score for task in rewards]
-
-    def _reward(self, task: GenerationTask | RewardTask) -> RewardTask:
-        if not isinstance(task, RewardTask):
-            task = RewardTask(input_str=task.question_text, output_str=task.output_str)
-        task.worker_tag = self.WorkerTag.REWARD
-        return task
-
-
-def has_failed(task: GenerationTask | RewardTask) -> bool:
-    """Whether there is no answer to score."""
-    return isinstance(task, GenerationTask) and task.error is not None
-
-
 def expect_controller(name: str, value: Any) -> Any:
     """Return ``value`` if it is a controller; else raise ``ParameterError``."""
     if not isinstance(value, Controller):
@@ -574,7 +529,6 @@ __all__ = [
     "FirstDone",
     "NativeChatController",
     "NativeGenerationController",
-    "NativeRewardController",
     "ParallelProcess",
     "ScaffoldingOutput",
     "Task",

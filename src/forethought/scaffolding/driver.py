@@ -120,6 +120,8 @@ class Frame:
         self._races: list[AsCompleted] = []
         self._branch_numbers = itertools.count()
         self._item_finished = asyncio.Event()
+        self._is_out_of_budget = False
+        """Whether the generator has been told so."""
         self._parts: dict[int, tuple[Task, StreamedPart]] = {}
         """By id of the running tasks whose text is the request's; the values keep the ids valid."""
 
@@ -143,6 +145,7 @@ class Frame:
                 try:
                     value = await self._perform(request)
                 except Exception as error:
+                    self._is_out_of_budget |= isinstance(error, BudgetExceeded)
                     resume = partial(process.throw, error)
                 else:
                     resume = partial(process.send, value)
@@ -159,7 +162,8 @@ class Frame:
         await self._cancel_stopped()
         self._end_cancelled_streams()
         if isinstance(request, Sequence) and all(isinstance(item, Task) for item in request):
-            return await self._all(request)
+            _check_distinct(request)
+            return await (self._all(request) if request else self._none())
         if isinstance(request, ParallelProcess):
             return await self._all(request.branches)
         if isinstance(request, AsCompleted):
@@ -170,12 +174,9 @@ class Frame:
                     return await self._next(request.race)
             finally:
                 await cancel_all(request.race.take_stopped())
-        if isinstance(request, Delta):
-            self._stream(None, request)
-            return None
-        if isinstance(request, Stage):
-            self._tell(request)
-            return None
+        if isinstance(request, Delta | Stage):
+            self._stream(None, request) if isinstance(request, Delta) else self._tell(request)
+            return await asyncio.sleep(0)  # a generator of these alone holds nothing up
         if isinstance(request, Task | Branch):
             raise UsageError(
                 f"a controller yielded a bare {type(request).__name__}",
@@ -189,6 +190,15 @@ class Frame:
         )
 
     # ---- waiting ------------------------------------------------------------------------------
+
+    async def _none(self) -> None:
+        """Run no task, and let others run: a generator that yields nothing but empty lists can be
+        cancelled, and its budget ends.
+        """
+        await asyncio.sleep(0)
+        exhausted = self.run.account.exhausted
+        if exhausted is not None and not self._is_out_of_budget:
+            raise exhausted
 
     async def _all(self, items: Iterable[Item]) -> None:
         """Run all and wait for all; the first failure cancels the others.
@@ -543,6 +553,15 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return work(), None
     except BaseException as error:
         return None, error
+
+
+def _check_distinct(tasks: Sequence[Task]) -> None:
+    if len({id(task) for task in tasks}) < len(tasks):
+        raise UsageError(
+            "a controller yielded a task twice in one list",
+            "the results of the second run would replace those of the first",
+            "Make copies: task.samples_of(n)",
+        )
 
 
 def _close(process: Process) -> None:

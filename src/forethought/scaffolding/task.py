@@ -41,7 +41,7 @@ class GenerationTask(sampling.SamplingFields, Task):
     ``attention_group``: its stream starts again, and a fork continues its text.
     """
 
-    # the prompt: ids win over text
+    # the prompt is one of the two: ``prompt``
     input_tokens: list[int] | None = None
     input_str: str | None = None
     question: str | None = None
@@ -136,6 +136,22 @@ class GenerationTask(sampling.SamplingFields, Task):
                 "Give text, a list of token ids, or a ChatTask",
             )
         return GenerationTask(input_tokens=list(map(int, prompt)), skip_tokenizer=True)
+
+    @property
+    def prompt(self) -> str | list[int] | None:
+        """Text or token ids; None: there is none, as in a fork of token ids.
+
+        Raises ParameterError if there are both.
+        """
+        if self.input_tokens is None:
+            return self.input_str
+        if self.input_str is not None:
+            raise ParameterError(
+                "the task has two prompts",
+                "input_str and input_tokens are set",
+                "Set the other one to None; to go on from a prompt of ids, fork the task",
+            )
+        return self.input_tokens
 
     def create_scaffolding_output(self) -> ScaffoldingOutput | None:
         """The result fields as an output."""

@@ -151,7 +151,7 @@ class EngineWorker(Worker):
 
     def thinking(self, task: GenerationTask) -> ThinkingProfile | None:
         """By the vocabulary and the chat template of the model, and the prompt."""
-        markers, prompt = self.llm.thinking_markers, task.input_tokens or task.input_str or ""
+        markers, prompt = self.llm.thinking_markers, task.prompt or ""
         if markers is None or isinstance(prompt, str):
             return ThinkingProfile.of_text(str(prompt), markers)
         return ThinkingProfile.of_text(self._text.decode(prompt, False), markers)
@@ -525,15 +525,16 @@ def _checked_defaults(defaults: Mapping[str, float], temperature: float | None) 
 
 
 def _prompt(task: GenerationTask) -> Prompt | None:
-    if task.input_tokens is not None:
-        return tuple(task.input_tokens)
+    prompt = task.prompt
+    if prompt is not None and not isinstance(prompt, str):
+        return tuple(prompt)
     if task.skip_tokenizer:
         raise ParameterError(
             "the task has no token ids",
             "skip_tokenizer is set and input_tokens is None",
             "Set input_tokens, or leave skip_tokenizer out",
         )
-    return task.input_str
+    return prompt
 
 
 def _fill_all(task: GenerationTask, live_sessions: Sequence[LiveSession], began: float) -> None:

@@ -316,7 +316,7 @@ def _transport(mcp: Any, server: Any) -> Any:
             connect = importlib.import_module("mcp.client.sse").sse_client
             return connect(server, httpx_client_factory=_http_client)
         return _streamable(server)
-    words = shlex.split(server) if isinstance(server, str) else server
+    words = _words(server) if isinstance(server, str) else server
     if isinstance(words, list | tuple) and words and all(isinstance(w, str) for w in words):
         words = mcp.StdioServerParameters(command=words[0], args=list(words[1:]))
     if not isinstance(words, mcp.StdioServerParameters):
@@ -328,6 +328,14 @@ def _transport(mcp: Any, server: Any) -> Any:
     # bytes that are no text would end the reading, and the connection would seem to be alive
     words = words.model_copy(update={"encoding_error_handler": "replace"})
     return mcp.stdio_client(_relayed(words), errlog=sys.__stderr__ or sys.stderr)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        fix = "Close its quotes as a shell would read them"
+        raise ParameterError("invalid MCP server", f"{command!r}: {error}", fix) from error
 
 
 def _relayed(server: Any) -> Any:

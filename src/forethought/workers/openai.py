@@ -228,7 +228,7 @@ class OpenaiWorker(ClientWorker):
                 "skip_detokenizer is set, or skip_tokenizer without input_tokens",
                 "The server turns tokens into text; give text, or input_tokens",
             )
-        prompt = task.input_str if task.input_tokens is None else task.input_tokens
+        prompt = task.prompt
         if not prompt:
             raise ParameterError(
                 "the task has no prompt",

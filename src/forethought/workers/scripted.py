@@ -267,9 +267,8 @@ class ScriptedWorker(Worker):
 
 
 def _prompt(task: GenerationTask) -> str:
-    if task.input_tokens is not None:
-        return "".join(map(chr, task.input_tokens))
-    return task.input_str or ""
+    prompt = task.prompt or ""
+    return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
 
 
 def _close_thought(

@@ -18,7 +18,7 @@ from forethought.cli import options as model
 from forethought.cli.judge import check_reward_model, open_local_judge
 from forethought.errors import ParameterError
 from forethought.saved_file import check_file, check_folder, save_text
-from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.reward_controller import NativeRewardController
 
 if TYPE_CHECKING:
     from forethought.bench.method_tasks import MethodTask

@@ -38,6 +38,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
+from forethought.scaffolding.reward_controller import scores_of, step_scores_of
 from forethought.scaffolding.settings import (
     POSITIVE_INT,
     NonNegativeInt,
@@ -322,8 +323,8 @@ class Search:
         if unrated:
             reward = self._reward.clone()
             yield from reward.process([self._view(beam) for beam in unrated])
-            scores = _scores_of(reward, "scores", len(unrated))
-            by_step = _scores_of(reward, "step_scores", len(unrated), [None] * len(unrated))
+            scores = scores_of(reward, len(unrated))
+            by_step = step_scores_of(reward, len(unrated))
             for beam, score, steps in zip(unrated, scores, by_step, strict=True):
                 self._scores[beam.text] = self._aggregated(beam, score, steps)
         for beam in beams:
@@ -544,17 +545,3 @@ def expect_multiple(count: int, width: int, name: str) -> None:
             f"{count} is no multiple of width={width}",
             f"Give a multiple of {width}, or another width",
         )
-
-
-def _scores_of(reward: Any, name: str, count: int, default: Any = None) -> Any:
-    """The attribute ``name`` of a reward controller, which needs a value per beam."""
-    scores = getattr(reward, name, None)
-    if scores is None and default is not None:
-        return default
-    if scores is None or len(scores) != count:
-        raise ParameterError(
-            f"{type(reward).__name__} is no reward controller",
-            f"it leaves {scores!r} as {name} of {count} samples",
-            "Its process has to leave one score per task in its attribute scores",
-        )
-    return scores

@@ -19,12 +19,9 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import UsageError
 from forethought.llm.tool_format import ANY, ToolFormat
 from forethought.scaffolding.base_task import RewardTask, Task, TaskStatus
-from forethought.scaffolding.controller import (
-    Controller,
-    NativeGenerationController,
-    NativeRewardController,
-)
+from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.messages import RoleMessage
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
 from forethought.server.protocol.logprobs import TokenText, texts_of_entries

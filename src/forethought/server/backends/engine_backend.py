@@ -16,9 +16,7 @@ from forethought.llm.reasoning import opens_thought
 from forethought.llm.tool_format import ANY, with_tools
 from forethought.llm.tool_messages import merged_system
 from forethought.outputs import Logprob
-from forethought.scaffolding.controller import (
-    NativeRewardController,
-)
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.scaffolding.task import ChatTask
 from forethought.server.protocol.logprobs import TokenText
 from forethought.server.protocol.tool_calls import Tools

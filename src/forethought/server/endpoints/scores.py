@@ -21,7 +21,7 @@ from forethought.errors import ParameterError, UsageError
 from forethought.outputs import Usage
 from forethought.rewards.prm_controller import PRMController
 from forethought.scaffolding.base_task import RewardTask
-from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.reward_controller import NativeRewardController
 from forethought.server.backends.backend import Backend
 from forethought.server.http import until_disconnected
 from forethought.server.protocol.pooling_request import RerankRequest, ScoreRequest
