@@ -322,6 +322,14 @@ def test_a_server_is_chatted_with_whatever_the_method(capsys, method):
     assert len({body["seed"] for body in server.requests}) == len(asked)
 
 
+def test_a_pipeline_of_layers_chats_with_a_server(capsys):
+    with serving() as server:
+        options = ["--url", server.url, "--api-model", "m", "--system", "Be kind."]
+        assert main(["generate", QUESTION, *options, "--method", "archon"]) == 0
+    assert len(server.requests) > 5
+    assert all(body["messages"][0]["content"] == "Be kind." for body in server.requests[:5])
+
+
 def test_a_method_that_continues_text_needs_the_prompt_as_it_stands_on_a_server(capsys):
     with serving() as server:
         server.says = lambda body: ["4}" if body["prompt"].endswith("{") else "so it is "]

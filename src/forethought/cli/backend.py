@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -175,8 +175,6 @@ def _print(result: ScaffoldingResult, write: Callable[[str], None]) -> str:
 
 
 Message = Mapping[str, Any]
-_CHAT = "forethought.scaffolding.controller:NativeChatController"
-_INNER = "generation_controller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,34 +264,17 @@ def wants_server(args: argparse.Namespace) -> bool:
     return args.url is not None or args.api_model is not None
 
 
-def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
-    """The same stack of methods, with chats instead of its plain decoding.
-
-    Args:
-        settings: names of the settings that are given.
-        instead: what to do about a method that cannot chat.
-
-    Raises:
-        ParameterError: what is innermost is not plain decoding, or a method continues a text.
+def check_chats(spec: str, instead: str) -> None:
+    """Raises ParameterError if a method of a stack continues a text; ``instead`` says what to do
+    about it.
     """
-    first, *others = spec.split("+")
-    method = split(first)[0]
     for entry in split(spec):
         if describe(entry.name).conversation != ConversationForm.MESSAGES:
-            raise _cannot_chat(entry.name, instead)
-    if method.name == "plain":
-        return "+".join([first.replace("plain", _CHAT), *others])
-    if _INNER in method.parameters and _INNER not in settings:
-        return f"{_CHAT}+{spec}"
-    raise _cannot_chat(spec, instead)
-
-
-def _cannot_chat(method: str, instead: str) -> ParameterError:
-    return ParameterError(
-        f"method {method} cannot chat with a server, nor be scored by a reward model",
-        "it continues its own text, which neither takes: both apply their own chat template",
-        instead,
-    )
+            raise ParameterError(
+                f"method {entry.name} cannot chat with a server, nor be scored by a reward model",
+                "it continues its own text, and both apply their own chat template",
+                instead,
+            )
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from forethought import __version__, assets
 from forethought.answers.answer_extraction import AnswerRule
 from forethought.cli.backend import (
-    as_chat,
+    check_chats,
     check_thinking_field,
     server_opener,
     wants_server,
@@ -444,8 +444,10 @@ def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats
     instead = "Write the prompt in the model's own format: --prompt-format"
     if judged:
         instead = "Name only methods that decode plainly inside best_of_n"
+    if chats or judged:
+        check_chats(spec, instead)
     base = recipe(
-        as_chat(spec, settings, instead) if chats or judged else spec,
+        spec,
         samples=args.samples,
         temperature=args.temperature,
         max_tokens=args.max_tokens,

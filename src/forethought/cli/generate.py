@@ -24,7 +24,7 @@ from forethought.cli.backend import (
     Backend,
     Respondent,
     add_backend_options,
-    as_chat,
+    check_chats,
     open_backend,
     sampling_of,
 )
@@ -47,7 +47,9 @@ from forethought.methods.stack import (
 )
 from forethought.saved_file import check_file
 from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.messages import SystemMessage
 from forethought.scaffolding.reward_controller import NativeRewardController
+from forethought.scaffolding.task import ChatTask
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +166,7 @@ def _method(
     settings = judged_by(spec, judging) | settings
     if _chats(args):
         instead = "Write the prompt in the model's own format and give --raw"
-        spec = as_chat(spec, settings, instead)
-        if args.system:
-            settings["system"] = args.system
+        check_chats(spec, instead)
     if "streaming" in split(spec)[-1].parameters and not args.json:
         settings.setdefault("streaming", True)
     return stack(spec, **settings)
@@ -180,7 +180,10 @@ def _chats(args: argparse.Namespace) -> bool:
 
 
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
-    if _chats(args) or args.url is not None:
+    if _chats(args):
+        system = [SystemMessage(args.system)] if args.system else []
+        return ChatTask.create_from_prompt(question, system)
+    if args.url is not None:
         return question
     if args.raw or not chosen.can_chat:
         if args.system:

@@ -33,8 +33,8 @@ class Recipe:
     workers: Mapping[Any, Worker] = field(default_factory=dict)
     """Workers by tag, beside the model's."""
     is_chat: bool = False
-    """Whether its prompts are the questions, which it sends as chats; otherwise they are the
-    questions rendered by the chat template."""
+    """Whether its prompts are chats that ask the questions; otherwise they are the questions
+    rendered by the chat template."""
     prompt_format: str | None = None
     """Its prompts as text, with ``{question}`` for the question; None: as the runner makes them."""
     budget: Budget = field(default_factory=Budget)

@@ -38,6 +38,7 @@ from forethought.outputs import Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ class EvaluationRunner:
         grades = {one: self.grade(one[0], problem, is_cut=one[1]) for one in set(texts)}
         return tuple(grades[one] for one in texts)
 
-    def prompt(self, source: Source, problem: Problem, recipe: Recipe) -> Prompt:
+    def prompt(self, source: Source, problem: Problem, recipe: Recipe) -> Prompt | ChatTask:
         """The prompt of a problem for a method."""
         question = problem.question
         if self._instruction:
@@ -293,7 +294,7 @@ class EvaluationRunner:
         form = recipe.prompt_format or self._format
         if form is not None:
             return form.replace(QUESTION, question)
-        return question if recipe.is_chat else source.ask(question)
+        return ChatTask.create_from_prompt(question) if recipe.is_chat else source.ask(question)
 
     def _seed_of(self, number: int, sample: int) -> int:
         """The seed of an attempt, which does not depend on the other attempts."""
@@ -319,7 +320,7 @@ class Request:
 
     key: tuple[int, int]
     """Number of the problem, and which attempt at it."""
-    prompt: Prompt
+    prompt: Prompt | ChatTask
     params: Mapping[str, Any]
     """Sampling fields by name."""
     question: str | None = None

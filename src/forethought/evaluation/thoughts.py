@@ -30,6 +30,7 @@ from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.runner import EvaluationRunner, Request, Source
 from forethought.methods.parts.probe import PROBE_SUFFIX
 from forethought.scaffolding.controller import NativeGenerationController
+from forethought.scaffolding.task import ChatTask
 
 INTERVAL = 64
 """Default number of tokens between forced answers."""
@@ -181,6 +182,7 @@ def _requests(
 ) -> list[Request]:
     """One request for each multiple of ``interval`` tokens before the chain's end."""
     prompt = runner.prompt(source, attempt.problem, recipe)
+    assert not isinstance(prompt, ChatTask), "chats are refused before"
     length = max(1, attempt.num_answer_tokens)
     return [
         Request((0, 0), source.extended(prompt, attempt.text, position / length, PROBE_SUFFIX), {})
