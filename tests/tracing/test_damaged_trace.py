@@ -27,6 +27,10 @@ from forethought.scaffolding import (
 )
 from forethought.scaffolding.thinking import thinking_of
 from forethought.scaffolding.tracer import Recorder, Tracer
+from forethought.tracing.trace_html import trace_html
+from forethought.tracing.trace_mooncake import mooncake_requests
+from forethought.tracing.trace_otel import otel_spans
+from forethought.tracing.trace_requests import requests
 
 METHODS = {
     "plain": lambda: methods.create("plain"),
@@ -94,6 +98,25 @@ def test_a_damaged_trace_is_refused_or_replayed_and_never_waited_for(name, tmp_p
             replay(Trace.load(path), METHODS[name](), timeout=1e6)
 
 
+READERS = (Trace.text, trace_html, otel_spans, requests, lambda trace: mooncake_requests([trace]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_damaged_trace_is_refused_or_can_be_read(name, tmp_path):
+    path, values = written(recorded(METHODS[name]()), tmp_path)
+    draws = random.Random(name)
+    cases = [(place, new) for place in places(values) for new in (*DAMAGE, {}, [{}], None)]
+    for place, new in draws.sample(cases, min(len(cases), 150)):
+        path.write_text(json.dumps(damage(values, place, new)), encoding="utf-8")
+        try:
+            trace = Trace.load(path)
+        except TraceError:
+            continue
+        for read in READERS:
+            with contextlib.suppress(UsageError):  # what it has no tokens for, it refuses
+                list(read(trace))
+
+
 @pytest.mark.parametrize(
     ("place", "new", "named"),
     [
@@ -116,6 +139,10 @@ def test_a_damaged_trace_is_refused_or_replayed_and_never_waited_for(name, tmp_p
         (("stages", 0, "why"), None, "stages.0"),
         (("stages", 0, "at"), "x", "stages.0.at"),
         (("error",), {"type": "x"}, "error"),
+        (("outputs", 0), {}, "outputs.0"),
+        (("spans", 0, "results", "output_str"), {}, "spans.0.results.output_str"),
+        (("spans", 0, "request", "sampling"), "x", "spans.0.request.sampling"),
+        (("spans", 0, "request", "prompt"), [{}], "spans.0.request.prompt"),
         (("budget", "tokens"), -4, "budget"),
     ],
 )

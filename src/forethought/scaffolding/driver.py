@@ -64,6 +64,9 @@ from forethought.scaffolding.worker import Routes
 
 _logger = logging.getLogger(__name__)
 
+_IMMEDIATE = 256
+"""Yields of a generator that wait for nothing, after which others run."""
+
 
 @dataclass
 class Run:
@@ -120,6 +123,8 @@ class Frame:
         self._races: list[AsCompleted] = []
         self._branch_numbers = itertools.count()
         self._item_finished = asyncio.Event()
+        self._num_immediate = 0
+        """Yields at which nothing was waited for."""
         self._is_out_of_budget = False
         """Whether the generator has been told so."""
         self._parts: dict[int, tuple[Task, StreamedPart]] = {}
@@ -176,7 +181,7 @@ class Frame:
                 await cancel_all(request.race.take_stopped())
         if isinstance(request, Delta | Stage):
             self._stream(None, request) if isinstance(request, Delta) else self._tell(request)
-            return await asyncio.sleep(0)  # a generator of these alone holds nothing up
+            return await self._let_others_run()
         if isinstance(request, Task | Branch):
             raise UsageError(
                 f"a controller yielded a bare {type(request).__name__}",
@@ -192,13 +197,19 @@ class Frame:
     # ---- waiting ------------------------------------------------------------------------------
 
     async def _none(self) -> None:
-        """Run no task, and let others run: a generator that yields nothing but empty lists can be
-        cancelled, and its budget ends.
-        """
-        await asyncio.sleep(0)
+        """Run no task; fails without a budget, if the generator has not been told so."""
+        await self._let_others_run()
         exhausted = self.run.account.exhausted
         if exhausted is not None and not self._is_out_of_budget:
             raise exhausted
+
+    async def _let_others_run(self) -> None:
+        """Called where nothing is waited for: a generator that never waits can be cancelled, and
+        its budget ends. Seldom, as the order in which others go on is that of a replay.
+        """
+        self._num_immediate += 1
+        if self._num_immediate % _IMMEDIATE == 0:
+            await asyncio.sleep(0)
 
     async def _all(self, items: Iterable[Item]) -> None:
         """Run all and wait for all; the first failure cancels the others.

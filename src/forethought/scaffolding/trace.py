@@ -32,11 +32,22 @@ from forethought.strict_json import read_json
 
 VERSION = 1
 
-
 _KINDS = frozenset({"task", "branch", "budget"})
 _OUTCOMES = frozenset({"done", "failed", "cancelled", "budget"})
 _COUNTS = frozenset(field.name for field in fields(Usage))
 _ERROR_FIELDS = frozenset({"type", "what", "why", "fix"})
+_REQUEST_KINDS: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"prompt": str | list | None, "messages": list, "sampling": dict},
+        **{"suffix": str, "kept": int | None},
+    }
+)
+_RESULT_KINDS: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"output_str": str | None, "output_tokens": list | None},
+        **{"inserted_tokens": list | None, "finish_reason": str | None},
+    }
+)
 _STAGE_FIELDS: Mapping[str, type[Any]] = MappingProxyType(
     {"at": Real, "branch": str, "name": str, "why": str, "fields": dict}
 )
@@ -104,16 +115,30 @@ class Span:
             if not is_right:
                 raise ValueError(f"{place}.{name} cannot be {getattr(self, name)!r}")
 
-    def check_results(self) -> None:
-        """Decode its results; raises a ``ValueError`` that names an undecodable one."""
+    def check_values(self) -> None:
+        """Decode what was asked for and its results; raises a ``ValueError`` that names what is
+        damaged.
+        """
         place = f"spans.{self.number}"
+        request = decoded(self.request, f"{place}.request")
+        for name, kind in _REQUEST_KINDS.items():
+            if name in request and not isinstance(request[name], kind):
+                raise ValueError(f"{place}.request.{name} cannot be {request[name]!r}")
+        stop = request.get("sampling", {}).get("stop")
+        if not isinstance(stop, str | list | tuple | None):
+            raise ValueError(f"{place}.request.sampling.stop cannot be {stop!r}")
+        prompt = request.get("prompt")
+        if isinstance(prompt, list) and not all(map(_is_count, prompt)):
+            raise ValueError(f"{place}.request.prompt are no token ids")
         for name, value in self.results.items():
             grown = isinstance(value, dict) and value.get("$") == "grown"
             if grown and value.keys() != _GROWN:
                 raise ValueError(f"{place}.results.{name} has not the fields {sorted(_GROWN)}")
             if grown and not (_is_count(value["kept"]) and isinstance(value["items"], str | list)):
                 raise ValueError(f"{place}.results.{name} has not grown by {value['items']!r}")
-            decoded(value["items"] if grown else value, f"{place}.results.{name}")
+            content = decoded(value["items"] if grown else value, f"{place}.results.{name}")
+            if not isinstance(content, _RESULT_KINDS.get(name, object)):
+                raise ValueError(f"{place}.results.{name} cannot be {content!r}")
 
     @property
     def seconds(self) -> float:
@@ -200,7 +225,7 @@ class Trace:
     def scaffolding_outputs(self) -> list[ScaffoldingOutput]:
         """The outputs of the request; raises ``TraceError`` if the record of one is damaged."""
         try:
-            return [decoded(output, f"outputs.{n}") for n, output in enumerate(self.outputs)]
+            return [_output(output, f"outputs.{n}") for n, output in enumerate(self.outputs)]
         except ValueError as error:
             raise _damaged(error) from error
 
@@ -224,22 +249,28 @@ class Trace:
                 ]
             trace = checked(cls, values)
             trace._check_order()
+            trace._check_values()
             return trace
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise TraceError(
                 f"cannot read the trace {path}", str(error), "Give a file that Trace.save wrote"
             ) from error
 
     def check(self) -> None:
-        """Check the values that a replay reads; ``load`` has checked the rest."""
+        """Check the values that a replay reads; ``load`` has done so."""
         try:
-            Budget(**self.budget)
-            for name in ("prompt", "kwargs", "thinking", "outputs"):
-                decoded(getattr(self, name), name)
-            for span in self.spans:
-                span.check_results()
+            self._check_values()
         except (ValueError, TypeError, RecursionError) as error:
             raise _damaged(error) from error
+
+    def _check_values(self) -> None:
+        Budget(**self.budget)
+        for name in ("prompt", "kwargs", "thinking"):
+            decoded(getattr(self, name), name)
+        for number, output in enumerate(self.outputs):
+            _output(output, f"outputs.{number}")
+        for span in self.spans:
+            span.check_values()
 
     def _check_order(self) -> None:
         """Check what the types of the fields leave open."""
@@ -310,6 +341,13 @@ class Trace:
             if stage["branch"] == branch and stage["name"] not in ("spawned", "ended"):
                 entries.append((stage["at"], len(entries), [_stage_line(stage, width - 2)]))
         return [f"  {line}" for _, _, lines in sorted(entries) for line in lines]
+
+
+def _output(value: Any, place: str) -> ScaffoldingOutput:
+    output = decoded(value, place)
+    if not isinstance(output, ScaffoldingOutput):
+        raise ValueError(f"{place} is no output: {output!r}")
+    return output
 
 
 def _damaged(error: Exception) -> TraceError:
