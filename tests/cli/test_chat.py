@@ -13,6 +13,7 @@ from forethought.cli.main import main
 from forethought.cli.options import INTRODUCTION
 from forethought.errors import ContextLengthError
 from forethought.scaffolding import ChatTask, ScriptedWorker
+from openai_server import serving
 from tokens import speaking
 
 
@@ -115,6 +116,24 @@ def test_a_conversation_that_is_too_long_is_one_line_and_goes_on(monkeypatch, ca
     chat.Conversation(Full(), {}, None).talk()
     err = capsys.readouterr().err
     assert err.count("too many tokens") == err.count("/clear") == err.count("\n") == 2
+
+
+def test_a_server_that_fails_once_ends_one_answer_and_not_the_chat(monkeypatch, capsys):
+    with serving() as server:
+        options = ["--url", server.url, "--api-model", "m"]
+
+        def says(body):
+            server.breaks_off = body["messages"][-1]["content"] == "second?"
+            return ["an", "swer"]
+
+        server.says = says
+        monkeypatch.setattr(builtins, "input", Typed("first?", "second?", "third?"))
+        assert main(["chat", *options]) == 1
+    asked = [[message["content"] for message in body["messages"]] for body in server.requests]
+    assert asked[-1] == ["first?", "answer", "third?"]
+    out, err = capsys.readouterr()
+    assert err.count("the answer broke off") == 1
+    assert out.splitlines()[-1] == "answer"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_without_pyarrow_parquet_is_refused_by_name(tmp_path, monkeypatch):
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
         ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"a\.jsonl:2: it is no object"),
+        ("a.jsonl", b'{"question": "a", " Question": "b"}\n', r"a\.jsonl:1: .*question twice"),
         ("a.jsonl", b"\n\n", r"no problems in .*a\.jsonl"),
         ("a.jsonl", b"\xff\xfe", r"cannot read the problems in .*a\.jsonl"),
         ("a.json", b"[{}, 7]", r"a\.json:item 2: it is no object"),

@@ -329,6 +329,11 @@ def test_what_a_users_function_raises_is_raised_by_the_vote():
         vote(["1", "2"], early_stop=False, equivalence=lambda one, other: 1 / 0)
 
 
+def test_an_answer_that_a_users_function_finds_is_text():
+    with pytest.raises(ParameterError, match="extract_answer returned 5"):
+        vote(["1", "2"], extract_answer=lambda text: 5)
+
+
 def test_formulas_pool_the_same_with_and_without_stopping_early():
     answers = [r"\sqrt{8}", "3", r"2\sqrt{2}", "x = 3", r"\frac{4}{\sqrt{2}}", "3 cm"]
     for early_stop in (True, False):

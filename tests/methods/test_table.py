@@ -156,3 +156,5 @@ def test_a_constructor_of_ones_own_that_raises_is_named_with_what_it_raised(
     with pytest.raises(ParameterError, match="depth is too large"):
         methods.create("raising_method:Mine", depth=10)
     assert methods.create("raising_method:Mine", depth=2).share == 0.5
+    with pytest.raises(ParameterError, match="invalid depth: got 'x'"):
+        methods.create("raising_method:Mine", depth="x")

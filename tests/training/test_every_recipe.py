@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forethought.assets import heads_dir, reasoner_dir
-from forethought.errors import ModelError, UnknownNameError
+from forethought.errors import ModelError, ParameterError, UnknownNameError
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.training.recipes.table import recipe
@@ -31,6 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "redrafter": {"draft_len": 3, "blocks": 1, "export_dtype": "float32"},
 }
 
+BEGUN: dict[str, dict[str, Any]] = {"medusa": {"num_heads": 2}}
+"""Whose weights begin as the target's, whatever the seed."""
+
 
 @pytest.fixture(scope="module")
 def texts() -> list[Text]:
@@ -45,7 +48,7 @@ class Runs:
 
     def __init__(self, kind: str, teacher: Teacher, texts: list[Text], directory: Path) -> None:
         self.recipe, self.teacher, self.texts = recipe(kind.partition(",")[0]), teacher, texts
-        self.fields, self.directory = {**LOOP, **KINDS[kind]}, directory
+        self.fields, self.directory = {**LOOP, **(KINDS | BEGUN)[kind]}, directory
 
     def trainer(self, name: str, seed: int = 0) -> Trainer:
         settings = self.recipe.Settings(**self.fields, seed=seed)
@@ -110,18 +113,40 @@ def test_a_run_that_begins_with_a_drafter_has_its_weights(runs: Runs) -> None:
     [
         ("draft-model", {"hidden_size": 48}),
         ("eagle3", {"intermediate_size": 8}),
+        ("medusa", {"num_heads": 3}),
         ("mtp", {"modules": 2}),
         ("redrafter", {"blocks": 2}),
     ],
 )
-def test_a_drafter_of_other_sizes_is_refused_as_a_beginning(
+def test_a_drafter_of_other_sizes_is_refused_as_a_beginning_before_texts_are_written(
     kind: str, changed: dict[str, Any], teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
     runs = Runs(kind, teacher, texts, tmp_path)
     runs.trainer("first").recipe.save(tmp_path / "drafter")
-    runs.fields |= changed | {"start": tmp_path / "drafter"}
-    with pytest.raises(ModelError, match="cannot begin with"):
-        runs.trainer("second")
+    (tmp_path / "prompts.txt").write_text("a\n" * 8)
+    source = Source(prompts=tmp_path / "prompts.txt")
+    for fields, error in ((changed, ModelError), ({}, Reached)):
+        start = {**runs.fields, **fields, "start": tmp_path / "drafter"}
+        run = TrainingRun(kind, start, tmp_path / "second")
+        run.__dict__["teacher"] = teacher
+        with pytest.raises(error, match=r"cannot begin with|texts"):
+            run(source, 2, on_texts=reached)
+
+
+class Reached(Exception):
+    """Texts would be written."""
+
+
+def reached(*progress: object) -> None:
+    raise Reached("texts")
+
+
+def test_a_run_of_another_kind_of_drafter_is_not_gone_on_with(
+    teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    Runs("redrafter", teacher, texts, tmp_path).weights("run", until=1)
+    with pytest.raises(ParameterError, match="ReDrafterSettings, and not MtpSettings"):
+        Runs("mtp", teacher, texts, tmp_path).weights("run", until=1)
 
 
 def test_a_run_may_begin_with_embedded_heads_by_their_name() -> None:

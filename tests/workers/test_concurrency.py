@@ -9,7 +9,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from forethought.errors import ParameterError, TaskError
-from forethought.scaffolding import NativeGenerationController, ScaffoldingLlm
+from forethought.scaffolding import (
+    Controller,
+    GenerationTask,
+    NativeGenerationController,
+    ScaffoldingLlm,
+    StreamGenerationTask,
+)
 from forethought.workers.concurrency import (
     NUM_TRIES,
     WINDOW,
@@ -22,6 +28,18 @@ from openai_server import serving
 
 class Refused(Exception):
     status_code = 429
+
+
+class Runs(Controller):
+    """Runs one task to its end."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def process(self, tasks, **kwargs):
+        while not getattr(self.task, "end_flag", False):
+            yield [self.task]
 
 
 def ask(server, concurrency, count, at_once=64):
@@ -215,3 +233,47 @@ def test_what_is_an_overload():
 def test_a_limit_below_one_is_refused(bad):
     with pytest.raises(ParameterError):
         AdaptiveConcurrency(**bad)
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again_from_its_beginning():
+    with serving() as server:
+        numbers = itertools.count()
+
+        def says(body):
+            server.breaks_off = next(numbers) % 3 < 2
+            return ["Hello", " world"]
+
+        server.says = says
+        assert ask(server, AdaptiveConcurrency(4, pause=0.001), 3, at_once=1) == ["Hello world"] * 3
+        assert len(server.requests) == 9
+        with pytest.raises(TaskError, match="broke off"):
+            ask(server, None, 1)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        GenerationTask(streaming_output_flag=True),
+        StreamGenerationTask(streaming_step=1),
+        GenerationTask(thinking_budget=3),
+    ],
+)
+def test_what_has_been_seen_of_an_answer_is_not_taken_back(task):
+    with serving() as server:
+        server.breaks_off = True
+        client = AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0, timeout=60)
+        limit = AdaptiveConcurrency(4, pause=0.001)
+        worker = OpenaiWorker(client, "m", concurrency=limit)
+        task.input_str, task.worker_tag = "p<think>", "generation"
+        llm = ScaffoldingLlm(Runs(task), {"generation": worker})
+        with llm, pytest.raises(TaskError, match="broke off"):
+            llm.generate("p")
+        assert len(server.requests) == 1
+
+
+def test_an_answer_that_always_breaks_off_fails_in_the_end():
+    with serving() as server:
+        server.breaks_off = True
+        with pytest.raises(TaskError, match="broke off"):
+            ask(server, AdaptiveConcurrency(4, pause=0.0001), 1)
+        assert len(server.requests) == NUM_TRIES

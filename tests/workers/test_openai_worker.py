@@ -508,10 +508,11 @@ def test_each_part_draws_with_a_seed_of_its_own(server):
 
 
 @pytest.mark.parametrize(
-    "field", [{"stop": ["x"]}, {"presence_penalty": 0.5}, {"input_tokens": [1]}]
+    "field", [{"stop": ["x"]}, {"presence_penalty": 0.5}, {"input_str": None, "input_tokens": [1]}]
 )
 def test_what_cannot_be_continued_is_generated_in_one_request(server, field):
-    stream = StreamGenerationTask(input_str="p:", streaming_step=8, tokens_per_request=1, **field)
+    fields = {"input_str": "p:", "streaming_step": 8, "tokens_per_request": 1, **field}
+    stream = StreamGenerationTask(**fields)
     server.says = lambda body: WORDS
     run(Client(server), stream)
     assert stream.num_generated == 8
@@ -1052,7 +1053,7 @@ def test_a_servers_own_field_gets_the_budget(server):
         ({"n": 2}, "cannot honour n"),
         ({"stop": ["x"]}, "cannot honour stop"),
         ({"num_logprobs": 1}, "cannot honour num_logprobs"),
-        ({"input_tokens": [1, 2]}, "no <think>"),
+        ({"input_str": None, "input_tokens": [1, 2]}, "no <think>"),
         ({"input_str": "Q"}, "no <think>"),
         ({"thinking_soft": 2}, "cannot honour thinking_soft"),
         ({"thinking_end": "Stop."}, "thinking_end does not end the thought"),

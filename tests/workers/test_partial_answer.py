@@ -83,7 +83,8 @@ def run(worker, *tasks):
 
 
 def completion(**fields):
-    return GenerationTask(input_str=PROMPT, **{"max_tokens": 20, "temperature": 0.0, **fields})
+    defaults = {"input_str": PROMPT, "max_tokens": 20, "temperature": 0.0}
+    return GenerationTask(**{**defaults, **fields})
 
 
 def chat(**fields):
@@ -268,7 +269,7 @@ def test_a_seeded_answer_goes_on_with_another_seed(servers):
         ({"suffix": "."}, "suffix would"),
         ({"stop": "three,!"}, "beginning of a stop string"),
         ({"max_tokens": None}, "max_tokens is not set"),
-        ({"input_tokens": [1, 2]}, "prompt is token ids"),
+        ({"input_str": None, "input_tokens": [1, 2]}, "prompt is token ids"),
     ],
 )
 def test_what_no_other_server_can_go_on_with_fails_and_says_why(servers, fields, why):

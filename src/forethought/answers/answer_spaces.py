@@ -75,8 +75,15 @@ class TextAnswers:
         self.equivalence = TextEquivalence() if equivalence is None else equivalence
 
     def answer_of(self, task: GenerationTask) -> str | None:
-        """The result of ``extract``."""
-        return None if task.output_str is None else self.extract(task.output_str)
+        """The result of ``extract``; raises ParameterError if it is neither text nor None."""
+        answer = None if task.output_str is None else self.extract(task.output_str)
+        if not isinstance(answer, str | None):
+            raise ParameterError(
+                "the answer that was extracted is no text",
+                f"extract_answer returned {answer!r:.80}",
+                "Return a text, or None where there is no answer",
+            )
+        return answer
 
 
 class MathAnswers:

@@ -26,7 +26,7 @@ from forethought.cli.options import (
     uses_model_sampling,
 )
 from forethought.config.generation_config import described
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ParameterError, TaskError, UsageError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins again", file=sys.stderr)
         method, pays = ConversationController(streaming=True), chosen.drafts_where_they_pay
         with closing(Respondent(method, chosen.worker, drafts_where_they_pay=pays)) as respondent:
-            Conversation(respondent, params, args.system).talk()
-    return 0
+            conversation = Conversation(respondent, params, args.system)
+            conversation.talk()
+    return int(conversation.has_failed)
 
 
 def _defaults(args: argparse.Namespace, chosen: Backend) -> dict[str, Any]:
@@ -86,6 +87,8 @@ class Conversation:
         self._respondent, self._params = respondent, params
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
+        self.has_failed = False
+        """Whether an answer broke off: its question is not kept, and can be asked again."""
 
     def talk(self) -> None:
         """Read and answer until the user leaves."""
@@ -121,6 +124,12 @@ class Conversation:
             pass
         except UsageError as error:
             print(f"forethought: {error} (/clear begins again)", file=sys.stderr)
+            return
+        except TaskError as error:
+            if pieces:
+                print()
+            print(f"forethought: {error} (the question can be asked again)", file=sys.stderr)
+            self.has_failed = True
             return
         print()
         print(note, file=sys.stderr)

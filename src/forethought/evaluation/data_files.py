@@ -223,7 +223,15 @@ def _record(path: Path, place: str, values: Any) -> Record:
         raise UsageError(
             f"bad problem at {where}", "it is no object", 'Write {"question": "...", ...}'
         )
-    fields = {str(field).strip().lower(): value for field, value in values.items()}
+    names = [str(field).strip().lower() for field in values]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(
+            f"bad problem at {where}",
+            f"it has the field {twice} twice: case and spaces do not count",
+            "Leave one of them out",
+        )
+    fields = dict(zip(names, values.values(), strict=True))
     return Record(fields, where, f"{path.name}{place}")
 
 

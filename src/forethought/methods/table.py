@@ -203,6 +203,7 @@ class MethodTable:
         if missing := [name for name in required if name not in values]:
             what, fix = f"method {spec!r} needs {missing[0]!r}", f"Set {missing[0]}=..."
             raise ParameterError(what, "it has no default", fix, param=missing[0])
+        _check_declared(method, settings)
         controller: Controller = _made(method, spec, values)
         return controller
 
@@ -217,6 +218,15 @@ class MethodTable:
                 param=parameter,
             )
         return self.create(method, **settings)
+
+
+def _check_declared(method: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ParameterError for a value that is not of the number, text or truth value that a class
+    declares in a constructor of its own; others check themselves.
+    """
+    for name, setting in settings_of(method).items():
+        if name in settings and setting.is_plain:
+            setting.value(settings)
 
 
 def _made(method: Any, spec: Any, values: Mapping[str, Any]) -> Any:

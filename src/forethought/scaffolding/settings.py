@@ -123,6 +123,11 @@ class Setting:
         return validated(self.name, arguments[self.name], self.adapter)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its values are numbers, texts and truth values alone."""
+        return all(map(_is_plain, members_of(self.type)))
+
+    @property
     def type_text(self) -> str:
         """The type and the range, such as ``int >= 1 or None``."""
         return _text_of(self.type)
@@ -249,6 +254,21 @@ def _parameters(method: Callable[..., Any]) -> Mapping[str, Setting]:
         for name, of in parameters.items()
     }
     return types.MappingProxyType(settings)
+
+
+def members_of(hint: Any) -> Iterator[Any]:
+    """The members of a union, nested ones too; any other type is its only member."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for member in typing.get_args(hint):
+            yield from members_of(member)
+    else:
+        yield hint
+
+
+def _is_plain(kind: Any) -> bool:
+    if typing.get_origin(kind) is Annotated:
+        kind = typing.get_args(kind)[0]
+    return kind in (int, float, str, bool, type(None)) or typing.get_origin(kind) is Literal
 
 
 # ---- types as text -------------------------------------------------------------------------------

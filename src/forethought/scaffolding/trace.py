@@ -38,14 +38,19 @@ _COUNTS = frozenset(field.name for field in fields(Usage))
 _ERROR_FIELDS = frozenset({"type", "what", "why", "fix"})
 _REQUEST_KINDS: Mapping[str, Any] = MappingProxyType(
     {
-        **{"prompt": str | list | None, "messages": list, "sampling": dict},
-        **{"suffix": str, "kept": int | None},
+        "prompt": str | list | None,
+        "messages": list,
+        "sampling": dict,
+        "suffix": str,
+        "kept": int | None,
     }
 )
 _RESULT_KINDS: Mapping[str, Any] = MappingProxyType(
     {
-        **{"output_str": str | None, "output_tokens": list | None},
-        **{"inserted_tokens": list | None, "finish_reason": str | None},
+        "output_str": str | None,
+        "output_tokens": list | None,
+        "inserted_tokens": list | None,
+        "finish_reason": str | None,
     }
 )
 _STAGE_FIELDS: Mapping[str, type[Any]] = MappingProxyType(

@@ -24,7 +24,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -39,7 +39,7 @@ from forethought.methods.parts.difficulty import PROBES, Policy
 from forethought.methods.stack import SAMPLES, StackedMethod, split
 from forethought.methods.table import BY_METHOD
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests, settings_of
+from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests, members_of, settings_of
 from forethought.server.protocol.body import StructuredOutputs
 
 MAX_SAMPLES, MAX_NUMBER = 1024, 1 << 17
@@ -299,7 +299,7 @@ def _parameters_of(method: Any) -> Mapping[str, Parameter]:
 
 
 def _parameter(hint: Any, default: Any) -> Parameter:
-    members = list(_members(hint))
+    members = list(members_of(hint))
     classes = [member for member in members if isinstance(member, type)]
     null = TypeAdapter(None)
     if any(issubclass(member, Controller) for member in classes):
@@ -322,15 +322,6 @@ def _parameter(hint: Any, default: Any) -> Parameter:
         reasons.append(_NO_TYPE if hint is Any else _NO_VALUE)
         return Parameter("none", adapter, reasons[0])
     return Parameter("json", TypeAdapter(_union(schemas)), reasons[0] if reasons else "")
-
-
-def _members(hint: Any) -> Iterator[Any]:
-    """The members of a union, nested ones too; any other type is its only member."""
-    if get_origin(hint) in (Union, types.UnionType):
-        for member in get_args(hint):
-            yield from _members(member)
-    else:
-        yield hint
 
 
 _LIST: Any = list
@@ -366,7 +357,7 @@ def _json_type(hint: Any) -> Any:
 
 
 def _json_union(hint: Any) -> Any:
-    schemas = [_json_type(member) for member in _members(hint)]
+    schemas = [_json_type(member) for member in members_of(hint)]
     schemas = [schema for schema in schemas if schema is not _NOTHING]
     return _union(schemas) if schemas else _NOTHING
 

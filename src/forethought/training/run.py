@@ -42,7 +42,15 @@ from forethought.training.texts import (
     read_records,
     self_distil,
 )
-from forethought.training.trainer import DRAFTER, MODEL, Progress, Trainer, load_checkpoint, seeded
+from forethought.training.trainer import (
+    DRAFTER,
+    MODEL,
+    Progress,
+    Trainer,
+    TrainingRecipe,
+    load_checkpoint,
+    seeded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +231,7 @@ class TrainingRun:
         """
         self.check(source, held_out)
         self.settings.check_target(self.teacher)
+        self._check_start()
         began, processor = time.perf_counter(), time.process_time()
         texts = self._texts(source, on_texts)
         _check_held_out(held_out, len(texts))
@@ -230,8 +239,7 @@ class TrainingRun:
         learned += self._probes(learned)
         text_seconds = time.perf_counter() - began
         logger.info("%d texts, %d tokens", len(learned), sum(map(len, learned)))
-        with seeded(self.settings.seed):
-            chosen = self._recipe.build(self.settings, learned, self.teacher)
+        chosen = self._built(learned)
         trainer = Trainer(
             chosen,
             self.settings,
@@ -247,6 +255,16 @@ class TrainingRun:
             processor_seconds=time.process_time() - processor,
         )
         return metrics
+
+    def _check_start(self) -> None:
+        """Raises ModelError for weights to begin with that do not fit, before texts are written."""
+        begins = (getattr(self.settings, name, None) for name in ("start", "initial_heads"))
+        if any(directory is not None for directory in begins):
+            self._built([Text([0] * 16, 8)] * 8)
+
+    def _built(self, texts: Sequence[Text]) -> TrainingRecipe:
+        with seeded(self.settings.seed):
+            return self._recipe.build(self.settings, texts, self.teacher)
 
     def _evaluate(self, drafter: Path, texts: Sequence[Text]) -> dict[str, float]:
         """Acceptance of the drafter, and divergence of the adapted target."""

@@ -172,15 +172,31 @@ class DrafterSettings(TrainingSettings):
 
 def begin_with(module: nn.Module, state: Mapping[str, Tensor], directory: Path) -> None:
     """Give a module the weights ``state``; raises ModelError if they do not fit it."""
-    try:
-        module.load_state_dict(dict(state))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split()[:30])
+    if why := _misfit(module.state_dict(), state):
         raise ModelError(
             f"training cannot begin with the weights in {directory}",
-            reason,
-            "Give a model of the same kind and sizes",
-        ) from error
+            why,
+            "Give its sizes as settings, or a drafter of the same kind and sizes",
+        )
+    module.load_state_dict(dict(state))
+
+
+def _misfit(wanted: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> str:
+    """What is different between the weights of a module and others; empty: nothing is."""
+    differences = []
+    for what, names in (
+        ("lacks", wanted.keys() - there.keys()),
+        ("has, and the settings leave out,", there.keys() - wanted.keys()),
+    ):
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            differences.append(f"it {what} {min(names)}{others}")
+    for name in sorted(wanted.keys() & there.keys()):
+        mine, its = list(wanted[name].shape), list(there[name].shape)
+        if mine != its:
+            differences.append(f"its {name} is {its}, and by the settings {mine}")
+            break
+    return "; ".join(differences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +371,7 @@ class Trainer:
         state = {
             "module": self.recipe.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
+            "kind": type(self.settings).__name__,
             "settings": self.settings.model_dump(mode="json"),
             "step": self.step,
             "seconds": self.seconds,
@@ -400,6 +417,13 @@ def load_checkpoint(
         written = dict(state["settings"])
     except Exception as error:  # torch and pickle raise anything
         raise _broken(path, error) from error
+    kind = type(settings).__name__
+    if state.get("kind", kind) != kind:
+        raise ParameterError(
+            f"cannot go on with the run in {directory}",
+            f"it trains another kind of drafter: its settings are {state['kind']}, and not {kind}",
+            "Give another directory",
+        )
     mine = settings.model_dump(mode="json")
     for name in sorted((mine.keys() | written.keys()) - _FREE):
         if mine.get(name) != written.get(name):

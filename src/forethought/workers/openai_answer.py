@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from forethought.errors import UpstreamError
 from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
 from forethought.rewards.confidence import confidence_of
 from forethought.scaffolding.messages import ToolCall
@@ -151,6 +153,11 @@ class Requests(Protocol):
     def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
         """The chunks of the request that continues ``choice``; closing the iterator ends it."""
 
+    async def repeats(self, number: int, error: Exception) -> bool:
+        """Called when an answer has broken off, the ``number``-th time: whether another request for
+        all of it is to be made, which may begin now.
+        """
+
     def continues(self, choice: StreamedChoice) -> bool:
         """Called when a request is over: whether another one is to continue ``choice``."""
 
@@ -233,6 +240,17 @@ class ChunkReader:
             self._received.set()
 
     async def _read_request(self) -> None:
+        for number in itertools.count(1):
+            try:
+                await self._read_once()
+            except (ConnectionError, UpstreamError) as error:
+                if not await self._requests.repeats(number, error):
+                    raise
+                self.choices, self._calls = {0: StreamedChoice()}, {}
+            else:
+                return
+
+    async def _read_once(self) -> None:
         self._num_received, self.usage, self.num_reasoning = 0, None, 0
         try:
             async with aclosing(self._requests.chunks(self.choices[0])) as chunks:

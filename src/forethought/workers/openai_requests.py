@@ -6,6 +6,7 @@ for a thinking budget that the server has no field for.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -23,7 +24,7 @@ from forethought.scaffolding.result import CallDelta
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 from forethought.workers.clients import CONNECTION_ERRORS, is_stream_error
-from forethought.workers.concurrency import AdaptiveConcurrency
+from forethought.workers.concurrency import NUM_TRIES, AdaptiveConcurrency
 from forethought.workers.openai_answer import StreamedChoice
 from forethought.workers.openai_chunk import malformed
 
@@ -159,6 +160,17 @@ class OneAnswer:
                         request.on_token()
                     yield chunk
 
+    async def repeats(self, number: int, error: Exception) -> bool:
+        """Whether an answer that broke off ``number`` times is asked for again, after a pause:
+        where the worker repeats refused requests, and nobody has seen a part of the answer.
+        """
+        concurrency, is_shown = self._worker.concurrency, self._task.streaming_output_flag
+        if concurrency is None or is_shown or self._is_followed or not self._has_begun:
+            return False
+        if number < NUM_TRIES:
+            await asyncio.sleep(concurrency.pause_before(number, error))
+        return number < NUM_TRIES
+
     def _next_fields(self, choice: StreamedChoice) -> dict[str, Any]:
         return self._fields if self._size is None else self._part(self._size, choice)
 
@@ -247,6 +259,10 @@ class ThoughtThenAnswer(OneAnswer):
         self._budget, self._marker = task.thinking_budget, worker.thinking_markers[1]
         self._closing = str(task.thinking_end or self._marker)
         self.waits, self._is_thinking, self._num_thought = False, self._budget > 0, 0
+
+    async def repeats(self, number: int, error: Exception) -> bool:
+        """Never: its thought may have ended."""
+        return False
 
     def _next_fields(self, choice: StreamedChoice) -> dict[str, Any]:
         limit, fields = self._fields.get("max_tokens"), dict(self._fields)
