@@ -34,6 +34,9 @@ CASES = {
     "softcap": Case(softcap=2.0),
     "sinks": Case(sinks=True),
     "softcap, sinks and window": Case(softcap=2.0, sinks=True, window=4),
+    "chunks": Case(window=-5),
+    "chunks of one": Case(window=-1),
+    "softcap, sinks and chunks": Case(softcap=2.0, sinks=True, window=-4),
     "narrow values": Case(shape=LayerShape(2, 8, 6)),
 }
 

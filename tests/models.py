@@ -121,6 +121,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "phi": ("phi", {"head_dim": None}),
     "starcoder2": ("starcoder2", {"sliding_window": 6}),
+    "llama4": (
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "attention_chunk_size": 6,
+            "no_rope_layers": [1, 1, 0],
+            "floor_scale": 7,  # so that a few positions scale the queries of the last layer
+            "attn_scale": 0.5,
+        },
+    ),
 }
 
 _DELTA = {

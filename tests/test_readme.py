@@ -86,6 +86,7 @@ FAMILIES = {
     "gpt_neox": "GPT-NeoX",
     "opt": "OPT",
     "starcoder2": "StarCoder2",
+    "llama4_text": "Llama 4",
 }
 """By transformers' names."""
 

@@ -25,7 +25,6 @@ from forethought.backends.cpu.module_forward import ModuleForward
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.model import loader, transformers_module
-from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
@@ -39,6 +38,7 @@ from models import (
     save_random,
     tiny,
     tiny_in_groups,
+    transformers_model,
 )
 from turns import by_turns
 
@@ -157,18 +157,18 @@ def test_values_are_stored_as_wide_as_keys_where_cpp_attends(
 def test_of_a_layer_that_is_not_known_cpp_attends_with_queries_keys_and_values(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole = loaded(architecture)
     monkeypatch.setattr(cpu_attention, "describe", lambda *_: None)
     lm = load(architecture)
     attention = attention_of(lm)
     assert attention is not None
     assert (attention.num_native, attention.has_native) == (0, True)
-    assert lm.layer_shapes == loaded(architecture).layer_shapes
-    logits = step_logits(lm)
-    torch.testing.assert_close(logits, step_logits(loaded(architecture)), rtol=1e-4, atol=1e-3)
+    assert lm.layer_shapes == whole.layer_shapes
+    torch.testing.assert_close(step_logits(lm), step_logits(whole), rtol=1e-4, atol=1e-3)
     texts, [text] = Texts(lm, 1), prompts((20,))
     pieces = [texts.runner.forward([texts.row(0, [token])]) for token in text]
-    whole = Texts(lm, 1)
-    assert torch.equal(torch.cat(pieces), whole.runner.forward([whole.row(0, text)]))
+    at_once = Texts(lm, 1)
+    assert torch.equal(torch.cat(pieces), at_once.runner.forward([at_once.row(0, text)]))
 
 
 KV_DTYPES = {None: 1e-4, torch.bfloat16: 2e-2, torch.int8: 2e-2}
@@ -550,17 +550,16 @@ def test_an_mlp_beside_experts_to_which_something_is_added_changes_no_other_bit(
         hook.remove()
 
 
-def windowed(layer: LayerProfile) -> LayerProfile:
-    return replace(layer, window=6)
-
-
-def test_windows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [6, -6, -11])
+def test_windows_and_chunks_are_those_of_torch(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No family with recurrent layers has one yet: the probe is told of it."""
     original = transformers_module.probe
 
     def probe(*arguments: Any) -> Any:
         layers, size = original(*arguments)
-        return tuple(map(windowed, layers)), size
+        return tuple(replace(layer, window=window) for layer in layers), size
 
     full = step_logits(loaded("qwen3_5"))
     monkeypatch.setattr(transformers_module, "probe", probe)
@@ -569,6 +568,24 @@ def test_windows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_of(lm) is not None
     torch.testing.assert_close(step_logits(lm), expected, rtol=1e-4, atol=5e-4)
     assert not torch.allclose(full, expected, atol=5e-3)
+
+
+@pytest.mark.parametrize("chunk", [33, 150])
+@pytest.mark.parametrize("forward", WAYS)
+def test_chunked_attention_to_long_prompts_is_that_of_transformers(
+    forward: loader.Forward, chunk: int, tmp_path: Path
+) -> None:
+    """Over several blocks of positions; chunks begin within one, and within a part of a prompt."""
+    config = loader.load(tiny("llama4")).config
+    config.update({"attention_chunk_size": chunk, "max_position_embeddings": 512})
+    save_random(config, tmp_path)
+    lm, [text] = loader.load(tmp_path, dtype="float32", forward=forward), prompts((310,))
+    texts, logits = Texts(lm, 1), list[Tensor]()
+    for part in (text[:290], text[290:305], text[305:306], text[306:]):
+        logits.append(texts.runner.forward([texts.row(0, part)]))
+    with torch.inference_mode():
+        expected = transformers_model(tmp_path)(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_layer_that_computes_something_else_stays_in_torch(

@@ -765,6 +765,7 @@ def test_what_drafters_store_is_part_of_the_memory_of_the_cache(kind: Any) -> No
         "granite",
         "cohere2",
         "gpt2",
+        "llama4",
     ],
 )
 def test_trees_are_exact_for_every_kind_of_attention(architecture: str) -> None:

@@ -106,7 +106,10 @@ def test_where_groups_are_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["grouped", "window", "softcap, sinks and window"])
+@pytest.mark.parametrize(
+    "name",
+    ["grouped", "window", "softcap, sinks and window", "chunks", "softcap, sinks and chunks"],
+)
 def test_the_reference_is_softmax_attention_over_the_row_s_own_tokens(name: str) -> None:
     """One row, written to the cache in three steps, against dense attention with a mask."""
     case, page_size, total = CASES[name], 3, 13
@@ -131,8 +134,11 @@ def test_the_reference_is_softmax_attention_over_the_row_s_own_tokens(name: str)
         scores = case.softcap * torch.tanh(scores / case.softcap)
     distance = torch.arange(total)[:, None] - torch.arange(total)
     hidden = distance < 0
-    if case.window is not None:
+    if case.window is not None and case.window > 0:
         hidden |= distance >= case.window
+    elif case.window is not None:
+        chunks = torch.arange(total) // -case.window
+        hidden |= chunks[:, None] != chunks
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, total, 1)], -1)

@@ -110,7 +110,9 @@ def test_greedy_equals_generate_with_late_arrivals_shared_prefixes_and_scattered
     assert any(s.table.first_slot() is None for s in sequences)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mistral", "llama4"]
+)
 def test_the_reference_backend_equals_generate(architecture: str) -> None:
     runner, pool = new_runner(architecture, 3, attention="reference")
     prompts = models.prompts((2, 9))

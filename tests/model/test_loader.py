@@ -19,8 +19,8 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     BartConfig,
+    BertConfig,
     BloomConfig,
-    Llama4TextConfig,
     MambaConfig,
     RecurrentGemmaConfig,
     T5Config,
@@ -32,6 +32,7 @@ import models
 from forethought.backends.cpu.library import find_compiler
 from forethought.errors import ModelError, ParameterError, UnknownNameError
 from forethought.kv.storage import LayerShape
+from forethought.model.attention import interface
 from forethought.model.attention.base import Capability
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.loader import load
@@ -146,6 +147,7 @@ def test_windows_softcaps_and_sinks_are_found_per_layer() -> None:
     assert traits("llama") == [(None, False, False)] * 3
     assert traits("mistral") == [(6, False, False)] * 3
     assert traits("gemma2") == [(6, True, False), (None, True, False), (6, True, False)]
+    assert traits("llama4") == [(-6, False, False), (-6, False, False), (None, False, False)]
     assert traits("gpt_oss") == [(6, False, True), (None, False, True), (6, False, True)]
 
 
@@ -276,16 +278,28 @@ def test_a_model_without_any_attention_is_refused(tmp_path: Path) -> None:
     assert "Mamba" in refusal(tmp_path / "model").why
 
 
-def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(tmp_path: Path) -> None:
-    config = Llama4TextConfig(
-        **SMALL,
-        intermediate_size_mlp=32,
-        num_local_experts=2,
-        attention_chunk_size=16,
-        max_position_embeddings=256,
-    )
-    models.save_random(config, tmp_path / "chunked")
-    assert "mask" in refusal(tmp_path / "chunked").why
+def test_a_mask_that_is_neither_causal_nor_of_windows_or_chunks_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    models.save_random(config, tmp_path / "both-ways")
+    assert "mask" in refusal(tmp_path / "both-ways").why
+
+
+def test_a_window_is_found_at_any_width() -> None:
+    def found(sees: Any, last: int = 257) -> int:
+        return interface._window_of(lambda at, keys: (keys <= at) & sees(at, keys), last)
+
+    for width in (1, 2, 3, 16, 129, 256, 257):
+        assert found(lambda at, keys, w=width: at - keys < w) == width
+        chunks = -width if width > 1 else 1  # of one position they are windows, too
+        assert found(lambda at, keys, w=width: at // w == keys // w) == chunks
+    assert found(lambda at, keys: at - keys < 258) == found(lambda at, keys: keys >= 0) == 0
+    for strange in (
+        lambda at, keys: at - keys != 3,
+        lambda at, keys: (at - keys < 9) | (keys == 0),
+        lambda at, keys: (at + 1) // 9 == (keys + 1) // 9,
+        lambda at, keys: at - keys < (9 if at < 100 else 5),
+    ):
+        assert found(strange) == interface._UNSUPPORTED
 
 
 def test_a_model_that_does_not_call_the_registered_attention_is_refused(tmp_path: Path) -> None:

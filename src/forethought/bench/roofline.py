@@ -24,6 +24,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.evaluation.report import aligned, new_figure
 from forethought.kv.storage import KvStorage
+from forethought.model.attention.window import Window, first_seen
 from forethought.saved_file import saving
 
 if TYPE_CHECKING:
@@ -42,14 +43,13 @@ NUM_DECODED = 17
 class AttentionCost:
     """Of one layer, per token of context."""
 
-    window: int | None
-    """Tokens that are read at most; None: the whole context."""
+    window: Window
     kv_bytes: int
     operations: int
 
     def beyond(self, context: int) -> int:
         """Tokens of the context that are not read."""
-        return 0 if self.window is None else max(0, context - self.window)
+        return max(0, first_seen(context - 1, self.window))
 
 
 @dataclass(frozen=True, slots=True)

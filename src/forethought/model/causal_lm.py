@@ -25,8 +25,9 @@ from forethought.model.attention.concurrent import ConcurrentPass
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch
+from forethought.model.cache_positions import PackedLengths, reads_cache_length
 from forethought.model.decoder_layers import DecoderLayers
-from forethought.model.hidden_states import capturing_hidden_states, decoder_layers
+from forethought.model.hidden_states import capturing_hidden_states, decoder_layers, decoder_of
 from forethought.model.llama.layers import projection
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts
@@ -104,16 +105,21 @@ class TransformersNetwork(Network):
     whole: Any = None
     """All of it in one call (``NativeBackend.module_forward``), which gives the same bits; None:
     the module is called."""
+    counts_positions: bool = field(init=False)
+    """Whether its layers count positions from the length of a cache."""
     rotations: None = field(default=None, init=False)
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
     """The decoder layers, found when they are first wanted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts_positions", reads_cache_length(self.module))
 
     @torch.inference_mode()
     @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         if self.is_one_call(batch):
             return self._in_one_call(batch, forward_pass)
-        decoder = self.module.get_decoder()
+        decoder = decoder_of(self.module)
         with (
             capturing_hidden_states(decoder, forward_pass, self._find_layers),
             self._adapting(batch),
@@ -126,9 +132,18 @@ class TransformersNetwork(Network):
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_index,
+                **(
+                    {"past_key_values": PackedLengths(batch.positions)}
+                    if self.counts_positions
+                    else {}
+                ),
                 **{KEYWORD: attending},
             )
         return output.logits[0]
+
+    def _cache_of(self, batch: Batch) -> dict[str, Any]:
+        """The argument from which layers count positions, if they do."""
+        return {"past_key_values": PackedLengths(batch.positions)} if self.counts_positions else {}
 
     def _attending(self, forward_pass: ForwardPass) -> AbstractContextManager[ForwardPass]:
         """What layers attend by."""
@@ -195,7 +210,7 @@ class TransformersNetwork(Network):
 
     def _find_layers(self) -> list[nn.Module]:
         if not self._layers:
-            self._layers.extend(decoder_layers(self.module.get_decoder()))
+            self._layers.extend(decoder_layers(decoder_of(self.module)))
         return self._layers
 
     @override

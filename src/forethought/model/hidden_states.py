@@ -121,6 +121,14 @@ class HiddenStateCache(DraftKvCache):
         return stored[upload(index, stored.device), 0]
 
 
+def decoder_of(module: PreTrainedModel) -> PreTrainedModel:
+    """The decoder of a causal language model, without the projection to logits."""
+    decoder: PreTrainedModel = module.get_decoder()
+    if decoder is module:  # as a Llama 4 says of itself
+        decoder = getattr(module, "model", module)
+    return decoder
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers of a transformers model, in order, whatever the list is called: the one
     outermost ``ModuleList`` with as many entries as the config has layers (``layers``, GPT-2's

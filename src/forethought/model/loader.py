@@ -42,7 +42,7 @@ from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.device import has_fast_matmul
 from forethought.model.fused_ops import has_kernels
-from forethought.model.hidden_states import decoder_layers
+from forethought.model.hidden_states import decoder_layers, decoder_of
 from forethought.model.layer_window import check_layer_window, check_mapped_dtype
 from forethought.model.loaded_weights import unsupported
 from forethought.model.module_traits import traits_of
@@ -264,14 +264,14 @@ def _with_native_parts(
     if attention.num_native < len(traits.layers):
         return replace(network, attention=attention if attention.has_native else None)
     try:
-        layers = decoder_layers(module.get_decoder())
+        layers = decoder_layers(decoder_of(module))
     except ModelError:  # there is no list of them
         return replace(network, attention=attention)
     decoder = DecoderLayers.of(
         layers,
         recurrent,
         attention,
-        find_rotary(module.get_decoder()),
+        find_rotary(decoder_of(module)),
         lambda: try_forward(attention),
     )
     network = replace(network, attention=attention, decoder=decoder)

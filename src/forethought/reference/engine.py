@@ -124,7 +124,10 @@ class Row:
 
 
 def visible_indices(span: Any, query: int, window: int | None) -> list[int]:
-    """Indices into the stored tokens of a ``Span`` that its token ``query`` attends to."""
+    """Indices into the stored tokens of a ``Span`` that its token ``query`` attends to.
+
+    window: how many of the last positions; below 0, of how many positions a chunk is.
+    """
     prefix = span.kv_length - span.length
     tree = torch.ones(query + 1, query + 1) if span.tree is None else span.tree
     path = tree[query].nonzero()[:, 0].tolist()
@@ -132,7 +135,11 @@ def visible_indices(span: Any, query: int, window: int | None) -> list[int]:
     positions = [(index, index) for index in range(span.seen_from, prefix)]
     positions += [(prefix + index, prefix + depth) for depth, index in enumerate(path)]
     last = prefix + len(path) - 1
-    return [index for index, at in positions if window is None or last - at < window]
+    if window is None:
+        return [index for index, _ in positions]
+    if window > 0:
+        return [index for index, at in positions if last - at < window]
+    return [index for index, at in positions if at // -window == last // -window]
 
 
 class ReferenceAttention:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
 from forethought.model.attention.interface import ATTENTION
+from forethought.model.hidden_states import decoder_of
 from forethought.model.quantization import is_quantised
 from forethought.training.teacher import Teacher
 from forethought.transformers_loading import without_progress_bars
@@ -198,7 +199,7 @@ class Backbone:
 
         with ExitStack() as open_:
             open_.enter_context(self._differentiable())
-            hook = self._module.get_decoder().register_forward_hook(keep_output)
+            hook = decoder_of(self._module).register_forward_hook(keep_output)
             open_.callback(hook.remove)
             all_ones = torch.ones_like(tokens)  # causal: padding comes after all that counts
             output = self._module(input_ids=tokens, attention_mask=all_ones, use_cache=False)

@@ -28,6 +28,7 @@ from forethought.kv.table import PageTable
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.hidden_states import decoder_of
 from forethought.model.llama.layers import rotary_table
 from forethought.model.recurrent_layers import RecurrentLayers
 from forethought.model.rotary import find_rotary
@@ -63,7 +64,7 @@ class RotaryTable:
             dtype: of hidden states, to which they are rounded.
             max_positions: of the table.
         """
-        part = find_rotary(module.get_decoder())
+        part = find_rotary(decoder_of(module))
         if part is None or rotation is None:
             return None
         rotary = cls(part, dtype, max_positions)
@@ -180,7 +181,7 @@ class _Parts:
     @classmethod
     def of(cls, module: PreTrainedModel) -> _Parts | None:
         """None: they are others."""
-        decoder = module.get_decoder()
+        decoder = decoder_of(module)
         norms = [
             part.forward for part in decoder.children() if isinstance(part.forward, NativeNorm)
         ]

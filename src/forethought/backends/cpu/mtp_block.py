@@ -35,7 +35,7 @@ from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.decoder_layers import DecoderLayers
-from forethought.model.hidden_states import decoder_layers
+from forethought.model.hidden_states import decoder_layers, decoder_of
 from forethought.model.quantized_experts import routers
 from forethought.model.rotary import find_rotary
 from forethought.model.tolerance import TOLERANCES, is_close
@@ -143,7 +143,7 @@ def _decoder_of(
         layers = decoder_layers(module.model)
     except ModelError:  # there is no list of them
         return None
-    rotary = find_rotary(module.model.get_decoder())
+    rotary = find_rotary(decoder_of(module.model))
     return DecoderLayers.of(
         layers, None, attention, rotary, lambda: trial.run(attention, torch.float32)
     )

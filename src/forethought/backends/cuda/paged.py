@@ -19,6 +19,7 @@ from typing_extensions import override
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import AttentionBackend, Capability, Scoring
 from forethought.model.attention.paged_layout import CHAIN, WORD_BITS, PagedLayout, words_per_node
+from forethought.model.attention.window import is_seen
 from forethought.model.batch import Batch
 
 
@@ -28,7 +29,7 @@ class PagedPlan:
 
     Attributes:
         layout: of the batch.
-        window: tokens attend to the last ``window`` positions; None: all.
+        window: see ``model.attention.window``.
         page_size: tokens of a page.
     """
 
@@ -124,7 +125,7 @@ def attend_rows(call: Operands) -> Tensor:
         stored_at = torch.cat([n[:prefix], positions])
         mask = mask & (n >= seen_from)
         if window:
-            mask = mask & (positions[:, None] - stored_at < window)
+            mask = mask & is_seen(positions[:, None], stored_at, window)
         k, v = (x[slots].float().repeat_interleave(group, 1) for x in (keys, values))
         score = torch.einsum("qhd,khd->hqk", q[new].float(), k) * scale
         if softcap:

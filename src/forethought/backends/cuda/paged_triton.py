@@ -131,7 +131,8 @@ def _attend_tiles(
     if HAS_WINDOW:
         # A stored token's index is never below its position, so what lies before is hidden.
         nearest = tl.min(tl.where(alive, position, length), 0)
-        low = tl.maximum(low, nearest + 1 - window)
+        chunk = tl.maximum(-window, 1)
+        low = tl.maximum(low, tl.where(window > 0, nearest + 1 - window, nearest // chunk * chunk))
 
     # 3. Softmax over them, block by block.
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -167,7 +168,10 @@ def _attend_tiles(
                 at = tl.load(tokens_ptr + (start + own_key) * TOKEN, mask=is_own, other=0)
                 at = tl.where(is_own, at.to(tl.int32), n)
         if HAS_WINDOW:
-            mask = mask & (position[:, None] - at[None] < window)
+            slides = position[:, None] - at[None] < window
+            mask = mask & tl.where(
+                window > 0, slides, position[:, None] // chunk == at[None] // chunk
+            )
         score = tl.where(mask & inside[None], score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -308,7 +312,7 @@ def _tile_constants(call: Operands) -> tuple[dict[str, Any], int]:
         "TILE_HEADS": tile_heads,
         "KEY_BLOCK": max(MIN_DOT, next_power_of_2(key_dim)),
         "QUERIES": max(MIN_DOT, tile_tokens * tile_heads),
-        "HAS_WINDOW": window > 0,
+        "HAS_WINDOW": window != 0,
         "HAS_SOFTCAP": call.scores[1] > 0,
         "ROW": ROW_FIELDS,
         "TOKEN": TOKEN_FIELDS,

@@ -4,12 +4,13 @@ Two functions are registered with transformers' attention interface. ``forethoug
 forward: the layer's q, k, v go to the :class:`ForwardPass` that was passed with the call.
 ``forethought_probe`` serves one small forward at load, the capability probe, which finds out what
 the model needs of attention: shapes, windows, softcap, sinks; there is no table of models. What no
-backend supports (a mask that is neither causal nor a sliding window, an unknown argument, a layer
-that does not call the interface) is refused there.
+backend supports (a mask that is neither causal nor of windows or chunks, an unknown argument, a
+layer that does not call the interface) is refused there.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from forethought.errors import ModelError
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import KEYWORD, ForwardPass, Scoring
 from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.attention.window import first_seen
 
 ATTENTION = "forethought"
 PROBE = "forethought_probe"
@@ -35,8 +37,8 @@ _UNDERSTOOD = frozenset(
     | {"output_attentions", "output_hidden_states", "return_dict"}
 )
 
-# Fill values of the probe's mask where it is no window's width.
-_CAUSAL, _UNSUPPORTED = 0, -1
+# Fill values of the probe's mask where it is no window.
+_CAUSAL, _UNSUPPORTED = 0, torch.iinfo(torch.int64).min
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ def probe(
         )
     window = int(attention_mask.flatten()[0])
     if window == _UNSUPPORTED or attention_mask.dtype != torch.int64:
-        raise _refusal("its attention mask is neither causal nor a sliding window")
+        raise _refusal("its attention mask is neither causal nor of windows or chunks")
     capability_probe.layers[module] = LayerProfile(
         shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
         heads=query.shape[1],
@@ -129,29 +131,40 @@ def probe_mask(
 ) -> Tensor:
     """Find the window of a model's mask function, on positions far beyond the probe.
 
-    Returns int64 ``[1, 1, q_length, kv_length]`` filled with the width of the window, 0 for a
-    causal mask, -1 for anything else: the layer's mask is the only way to identify the layer.
+    Returns int64 ``[1, 1, q_length, kv_length]`` filled with the window, 0 for a causal mask,
+    ``_UNSUPPORTED`` for anything else: the layer's mask is the only way to identify the layer.
     """
     last = int(getattr(config, "max_position_embeddings", None) or 4096) + 1
-    keys = torch.arange(last + 2)
-    widths = set()
-    for position in (last, last - 1, last // 2, last // 3):
+
+    def visible(position: int, keys: Tensor) -> Tensor:
         query, zero = torch.tensor(position), torch.tensor(0)
-        try:
-            visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
-        except (IndexError, RuntimeError):  # it depends on the batch: not a window
-            widths.add(_UNSUPPORTED)
-            continue
-        width = int(visible.sum())
-        expected = (keys <= query) & (keys > query - width)
-        whole = width == position + 1
-        widths.add(
-            _UNSUPPORTED if not torch.equal(visible, expected) else _CAUSAL if whole else width
-        )
-    # At positions smaller than its width a window looks like a causal mask.
-    widths -= {_CAUSAL} if len(widths) > 1 else set()
-    code = widths.pop() if len(widths) == 1 else _UNSUPPORTED
+        return torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
+
+    try:
+        code = _window_of(visible, last)
+    except (IndexError, RuntimeError):  # it depends on the batch: not a window
+        code = _UNSUPPORTED
     return torch.full((1, 1, q_length, kv_length), code, device=device)
+
+
+def _window_of(visible: Callable[[int, Tensor], Tensor], last: int) -> int:
+    """The window of a mask, of positions up to ``last``, as ``probe_mask`` returns it.
+
+    Args:
+        visible: position of a token, positions -> bool, which of them it attends to.
+    """
+    beginning = torch.tensor([0])
+    whole = bisect_left(range(last + 1), True, key=lambda at: not bool(visible(at, beginning)))
+    window = _CAUSAL  # ``whole`` is the first position that does not see the beginning
+    if 0 < whole <= last:
+        window = whole if bool(visible(whole, torch.tensor([1]))) else -whole
+    keys = torch.arange(last + 2)
+    for position in (last, last - 1, last // 2, last // 3, whole - 1, whole):
+        first = max(0, first_seen(position, window or None))
+        expected = (keys >= first) & (keys <= position)
+        if 0 <= position <= last and not torch.equal(visible(position, keys), expected):
+            return _UNSUPPORTED
+    return window
 
 
 def _scale(query: Tensor, scaling: float | None) -> float:

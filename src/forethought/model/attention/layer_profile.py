@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import Capability
+from forethought.model.attention.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +16,14 @@ class LayerProfile:
     Attributes:
         shape: what it stores per token.
         heads: its query heads.
-        window: positions that a token attends to, its own included; None for all.
+        window: see ``model.attention.window``.
         softcap: whether its scores have a softcap.
         sinks: whether it has a learned logit per head.
     """
 
     shape: LayerShape
     heads: int
-    window: int | None
+    window: Window
     softcap: bool
     sinks: bool
 

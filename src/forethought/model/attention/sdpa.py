@@ -30,6 +30,7 @@ from forethought.kv.entries import from_entries
 from forethought.kv.staging import upload
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import AttentionBackend, Capability, Scoring
+from forethought.model.attention.window import first_seen, is_seen, most_seen
 from forethought.model.batch import Batch, Span
 
 # On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES joins a group
@@ -192,9 +193,7 @@ class SdpaPlanner:
 
 def _skipped(span: Span, window: int | None) -> int:
     """Number of first stored tokens that none of the row's new tokens attends to."""
-    if window is None:
-        return span.seen_from
-    return max(span.seen_from, span.kv_length - span.length - window + 1)
+    return max(span.seen_from, first_seen(span.kv_length - span.length, window))
 
 
 def _skipped_in_pages(span: Span, window: int | None, storage: KvStorage) -> int:
@@ -210,7 +209,7 @@ def _masked_row(span: Span, window: int | None, storage: KvStorage) -> MaskedRow
     skipped = _skipped_in_pages(span, window, storage)
     length = len(span.pages) * storage.page_size - skipped
     mask = None
-    fits = window is None or span.kv_length <= window
+    fits = window is None or span.kv_length <= most_seen(window)
     if span.tree is not None or span.kv_length > span.length or span.seen_from or not fits:
         visible = _visibility(span, window, storage.device)[:, skipped:]
         visible = F.pad(visible, (0, length - visible.shape[1]))
@@ -247,7 +246,7 @@ def _visibility(span: Span, window: int | None, device: torch.device) -> Tensor:
     if window is not None:
         new_positions = prefix + tree.sum(1) - 1
         positions = torch.cat([torch.arange(prefix, device=device), new_positions])
-        visible &= new_positions[:, None] - positions < window
+        visible &= is_seen(new_positions[:, None], positions, window)
     return visible
 
 
@@ -309,7 +308,7 @@ def _bounds(span: Span, window: int | None, skipped: int, size: int) -> list[tup
     bounds = []
     for index in range(size):
         stop = span.kv_length - span.length + min(index, span.length - 1) + 1
-        start = span.seen_from if window is None else max(span.seen_from, stop - window)
+        start = max(span.seen_from, first_seen(stop - 1, window))
         bounds.append((start - skipped, stop - skipped))
     return bounds
 

@@ -24,6 +24,7 @@ from forethought.kv.storage import KvStorage, addresses_of
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass, KvLayout, KvRow, Scoring
 from forethought.model.attention.sdpa import softmax_attention
+from forethought.model.attention.window import is_seen, most_seen
 from forethought.model.batch import Batch
 
 MAX_CATCH_UP = 16
@@ -96,7 +97,7 @@ class KvWorkspace:
         self._mask: Tensor | None = None
         """[B, 1, 1, columns], additive, from column ``seen_from`` on: masks the padding; None:
         there is none. As wide as the pages, so that its rows begin where CUDA kernels can read."""
-        narrowest = min((window for window in windows if window is not None), default=None)
+        narrowest = min((most_seen(w) for w in windows if w is not None), default=None)
         bounded = narrowest is not None and max(lengths) + capacity > narrowest
         padded = any(length != self._prefix for length in lengths)
         if bounded or padded:
@@ -255,11 +256,12 @@ class KvWorkspace:
         assert self._ends is not None
         positions = self._ends + upload(depths, self._ends.device)
         self._positions[:, stop - size : stop] = positions
-        distance = positions[:, :, None] - self._positions[:, None, self._begin : stop]
+        earlier = self._positions[:, None, self._begin : stop]
         masks: dict[int | None, Tensor | None] = {None: mask}
         for window in {window for window in self._windows if window is not None}:
-            far = torch.zeros(distance.shape, dtype=self._dtype, device=distance.device)
-            far = far.masked_fill_(distance >= window, -torch.inf)[:, None]
+            seen = is_seen(positions[:, :, None], earlier, window)
+            far = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
+            far = far.masked_fill_(~seen, -torch.inf)[:, None]
             masks[window] = far if mask is None else far + mask
         return [masks[window] for window in self._windows]
 

@@ -102,7 +102,7 @@ struct Layer {
     Linear qkv, out, gate_up, down;
     const Experts* experts; // null: a dense MLP
     float scale;            // of the scores
-    int32_t window;         // 0: none
+    int32_t window;         // > 0: of the last positions; < 0: of a chunk; 0: none
     int32_t is_stored;      // it is in the model's LayerWindow
 };
 

@@ -31,12 +31,16 @@ struct Sight {
     Sight(const Row& row, int n, int window) : row(row), n(n), window(window) {
         position = row.positions[row.num_recent - row.num_tokens + n];
         low = row.seen_from;
-        if (window && position - window + 1 > low) low = int(position - window + 1);
+        const int64_t first = window > 0 ? position - window + 1 : chunk_begin(position);
+        if (window && first > low) low = int(first);
     }
 
     bool sees(int recent) const {
-        if (window && position - row.positions[recent] >= window) return false;
+        if (window > 0 && position - row.positions[recent] >= window) return false;
+        if (window < 0 && chunk_begin(position) != chunk_begin(row.positions[recent])) return false;
         if (row.visible) return row.visible[int64_t(n) * row.num_recent + recent];
         return recent <= row.num_recent - row.num_tokens + n;
     }
+
+    int64_t chunk_begin(int64_t at) const { return window < 0 ? at / -window * -window : 0; }
 };
