@@ -221,11 +221,11 @@ class MethodTable:
 
 
 def _check_declared(method: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ParameterError for a value that is not of the number, text or truth value that a class
-    declares in a constructor of its own; others check themselves.
+    """Raises ParameterError for a value that is neither the default nor of the number, text or
+    truth value that a class declares in a constructor of its own; others check themselves.
     """
     for name, setting in settings_of(method).items():
-        if name in settings and setting.is_plain:
+        if setting.is_plain and settings.get(name, setting.default) is not setting.default:
             setting.value(settings)
 
 
