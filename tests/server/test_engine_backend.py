@@ -428,13 +428,48 @@ def in_front(server: Served) -> Iterator[Served]:
     backend.close()
 
 
-@pytest.mark.parametrize("method", ["plain", "budget_forcing"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "plain"},
+        {"method": "budget_forcing"},
+        {"method": "budget_forcing", "stop": ["ZZZ"]},
+        {"method": "beam_search", "temperature": 0.7, "seed": 1, "max_tokens": 300},
+        {"method": "mcts", "temperature": 0.7, "seed": 1, "max_tokens": 300},
+    ],
+)
 def test_with_a_tokenizer_a_server_in_front_gives_the_same_answer(
-    server: Served, in_front: Served, method: str
+    server: Served, in_front: Served, fields: dict[str, Any]
 ) -> None:
-    body = ask(method=method, max_tokens=120)
+    body = ask(**{"max_tokens": 120, **fields})
     own, other = (each.send(CHAT, body).json for each in (server, in_front))
     assert other["choices"] == own["choices"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_choice_tells_which_stop_string_ended_it(server: Served, path: str) -> None:
+    asked = {"prompt": QUESTION, "temperature": 0} if path != CHAT else ask()
+    body = {**asked, "max_tokens": 90, "ignore_eos": True}
+    text = whole_text(server.send(path, body).json["choices"][0])
+    stop = [text[30:34], "never said"]
+    for fields, expected in ({"stop": stop}, stop[0]), ({"max_tokens": 3}, None):
+        whole = server.send(path, {**body, **fields}).json["choices"][0]
+        assert whole["stop_reason"] == expected
+        events = server.send(path, {**body, **fields, "stream": True}).events
+        last = [data for _, data in events if data != "[DONE]" and data["choices"]][-1]
+        assert last["choices"][0]["stop_reason"] == expected
+
+
+def whole_text(choice: dict[str, Any]) -> str:
+    message = choice.get("message") or {"content": choice["text"]}
+    return (message.get("reasoning") or "") + (message["content"] or "")
+
+
+def test_a_method_that_puts_texts_together_continues_a_text(server: Served) -> None:
+    body = {"prompt": QUESTION, "method": "sleep_time", "temperature": 0, "max_tokens": 20}
+    settings = {"context": "Sam has 110 nuts.", "num_thoughts": 1}
+    answer = server.send("/v1/completions", {**body, "method_params": settings})
+    assert answer.json["choices"][0]["text"], answer.json
 
 
 def test_with_a_tokenizer_dynasor_answers_in_front_of_a_server(

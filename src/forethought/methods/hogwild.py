@@ -91,6 +91,7 @@ class HogwildController(Controller):
     )
 
     conversation = ConversationForm.TEXT
+    joins_texts = True
 
     class WorkerTag(Enum):
         """The worker that generates; it holds sequences of the built-in engine."""

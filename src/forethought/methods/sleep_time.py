@@ -125,6 +125,7 @@ class SleepTimeController(Controller):
     )
 
     conversation = ConversationForm.NONE
+    joins_texts = True
 
     clone_shares = ("memory", "_memory")
 

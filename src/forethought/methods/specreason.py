@@ -110,6 +110,7 @@ class SpecReasonController(Controller):
     )
 
     conversation = ConversationForm.NONE
+    joins_texts = True
     uses_thinking = "adapts"
 
     class WorkerTag(Enum):

@@ -38,6 +38,11 @@ class StackedMethod:
         return self.table.describe(self.name).parameters
 
     @property
+    def joins_texts(self) -> bool:
+        """Whether it takes no prompt of token ids: ``Controller.joins_texts``."""
+        return bool(getattr(self.table.resolve(self.name), "joins_texts", False))
+
+    @property
     def draws_samples(self) -> bool:
         """Whether it draws several samples, whose number can be set."""
         return SAMPLES in self.parameters

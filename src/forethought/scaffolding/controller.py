@@ -153,6 +153,9 @@ class Controller(Cloneable):
 
     task_collections: Mapping[str, Any] = MappingProxyType({})
     conversation: ClassVar[ConversationForm] = ConversationForm.MESSAGES
+    joins_texts: ClassVar[bool] = False
+    """Whether it puts texts together, so that its prompt has to be text: a server gives it the text
+    of what a chat template has made."""
     paper: ClassVar[str] = ""
     """The paper that it follows: authors, title and year."""
 

@@ -24,8 +24,6 @@ from forethought.server.names import Composition
 
 NUM_SAMPLES = 8
 """Samples of a method that would draw a single one, as on the command line."""
-_TEXT_PROMPTS = ("hogwild", "hogwild_turns")
-"""Methods that put texts together, and take no prompt of token ids."""
 _INNER, _REWARD, _STREAMING = "generation_controller", "reward_controller", "streaming"
 
 Asking = Callable[[str], Any]
@@ -267,7 +265,7 @@ def needs_text(composition: Composition) -> bool:
     """Whether one of its methods takes no prompt of token ids."""
     stages = [stage for stages in composition.choices for stage in stages]
     stacked = (method for stage in stages for method in composition.split(stage))
-    return any(method.name in _TEXT_PROMPTS for method in stacked)
+    return any(method.joins_texts for method in stacked)
 
 
 def _stacked(

@@ -137,11 +137,18 @@ def http_error(error: BaseException) -> HttpError:
     return _foreign(error)
 
 
+def _said(error: BaseException) -> str:
+    """What an upstream server said, without what clients and servers before it put in front."""
+    body = getattr(error, "body", None)
+    message = body.get("message") if isinstance(body, Mapping) else None
+    return message if isinstance(message, str) and message else str(error)
+
+
 def _foreign(error: BaseException) -> HttpError:
     """An error of another library, of an upstream server or of this one."""
     status = getattr(error, "status_code", None)
     if isinstance(status, int):  # of the openai package
-        message = f"the upstream server answered {status}: {str(error)[:500]}"
+        message = f"the upstream server answered {status}: {_said(error)[:500]}"
         passed = status if status in (400, 404, 413, 422, 429) else 502
         code = getattr(error, "code", None)  # as context_length_exceeded, which clients look for
         is_passed = passed == status and isinstance(code, str)

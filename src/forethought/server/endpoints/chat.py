@@ -19,6 +19,7 @@ from forethought.server.endpoints.message import (
     AnswerTokens,
     answer_of,
     num_thought_tokens,
+    told_stop_reason,
 )
 from forethought.server.http import (
     Caller,
@@ -143,6 +144,7 @@ class _Chat:
             "message": message,
             "logprobs": self._all_logprobs(answer, output),
             "finish_reason": answer.finish_reason,
+            "stop_reason": told_stop_reason(output),
         }
 
     def _usage(self, outcome: Outcome, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -231,7 +233,7 @@ class _Chat:
     ) -> bytes:
         if logprobs is None:
             return self._chunks.encode_delta(index, names, text)
-        return self._chunk(index, dict.fromkeys(names, text), None, logprobs)
+        return self._chunk(index, dict.fromkeys(names, text), logprobs)
 
     def _end(self, streams: Sequence[AnswerStream]) -> list[bytes]:
         """The rest of each choice, the reasons of their ends, and the usage."""
@@ -247,7 +249,7 @@ class _Chat:
                 lines.append(self._chunk(index, {"refusal": answer.refusal}))
             lines += [self._call(index, piece) for piece in stream.take_calls()]
             logprobs = self._last_logprobs(index, answer, output)
-            lines.append(self._chunk(index, {}, answer.finish_reason, logprobs))
+            lines.append(self._last_chunk(index, answer, output, logprobs))
         usage = self._usage(outcome, answers)
         if self._ask.events:
             lines.append(encode("forethought", {**self._job.finished(outcome), "usage": usage}))
@@ -289,13 +291,14 @@ class _Chat:
         self,
         index: int,
         delta: dict[str, Any],
-        finish_reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
+        **ended: Any,
     ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._chunks.encode(choice)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._chunks.encode(choice | ended)
+
+    def _last_chunk(
+        self, index: int, answer: Answer, output: ScaffoldingOutput, logprobs: dict[str, Any] | None
+    ) -> bytes:
+        ended = {"finish_reason": answer.finish_reason, "stop_reason": told_stop_reason(output)}
+        return self._chunk(index, {}, logprobs, **ended)

@@ -21,6 +21,7 @@ from forethought.outputs import (
 )
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends.backend import Backend, raw_prompt
+from forethought.server.endpoints.message import told_stop_reason
 from forethought.server.http import (
     Caller,
     ChunkEncoder,
@@ -136,7 +137,7 @@ class _Completions:
     def _choice(self, number: int, index: int, outcome: Outcome) -> dict[str, Any]:
         output, text = outcome.outputs[index], self._text(number)
         text.add_all(output)
-        return self._chosen(number, index, *text.finish(output.text or "", output), _reason(output))
+        return self._ended(number, index, *text.finish(output.text or "", output), output)
 
     def _text(self, number: int) -> _Text:
         echoed = self._echoed(number) if self._body.echo else None
@@ -148,14 +149,24 @@ class _Completions:
         index: int,
         text: str,
         logprobs: dict[str, Any] | None,
-        reason: str | None,
     ) -> dict[str, Any]:
         return {
             "index": number * self._jobs[0].num_choices + index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": reason,
+            "finish_reason": None,
         }
+
+    def _ended(
+        self,
+        number: int,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        output: ScaffoldingOutput,
+    ) -> dict[str, Any]:
+        ended = {"finish_reason": _reason(output), "stop_reason": told_stop_reason(output)}
+        return self._chosen(number, index, text, logprobs) | ended
 
     def _echoed(self, number: int) -> str:
         prompt = self._prompts[number]
@@ -197,7 +208,7 @@ class _Completions:
         if key not in texts:
             texts[key] = self._text(number)
         texts[key].add(piece.logprobs, piece.token_ids)
-        return self._chunk(self._chosen(*key, *texts[key].push(piece.text), None))
+        return self._chunk(self._chosen(*key, *texts[key].push(piece.text)))
 
     def _end(self, texts: dict[tuple[int, int], _Text]) -> list[bytes]:
         lines, outcomes = [], [job.ended() for job in self._jobs]
@@ -208,7 +219,7 @@ class _Completions:
                     text.add_all(output)
                 rest = self._jobs[number].rest(index, output.text or "")
                 ended = text.finish(rest, output)
-                lines.append(self._chunk(self._chosen(number, index, *ended, _reason(output))))
+                lines.append(self._chunk(self._ended(number, index, *ended, output)))
         if self._body.events:
             lines += [
                 self._event(number, job.finished(outcome))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forethought.llm.reasoning import ReasoningSplitter, Split, opens_thought, split
+from forethought.outputs import GRAMMAR_COMPLETE
 from forethought.scaffolding.result import CallDelta, ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.server.backends.backend import Prompted
@@ -49,6 +50,13 @@ def answer_of(
         reason = "tool_calls"
     refusal = output.meta.get("refusal")
     return Answer(content, reasoning, calls, reason, _count(reasoning, output, service), refusal)
+
+
+def told_stop_reason(output: ScaffoldingOutput) -> int | str | None:
+    """vLLM's ``stop_reason`` of a choice: the stop string or stop token that ended it; None: it
+    ended by itself, or was cut.
+    """
+    return None if output.stop_reason == GRAMMAR_COMPLETE else output.stop_reason
 
 
 def num_thought_tokens(service: Service, job: Job, answers: Sequence[Answer]) -> int:
