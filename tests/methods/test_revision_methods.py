@@ -15,6 +15,7 @@ from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods.parts.revision import RevisionEnd
 from forethought.methods.self_refine import FEEDBACK_PROMPT, REFINE_PROMPT
 from forethought.methods.sequential_revision import REVISE_PROMPT
+from forethought.methods.stack import stack
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
@@ -270,6 +271,28 @@ def test_the_engine_continues_one_sequence_and_prefills_nothing_twice(engine_wor
     assert output.meta["self_refine"]["answers"] == 3
     inserted = sum(len(engine_worker.tokenizer(text).input_ids) for text in (" check", " again"))
     assert after.prefilled - before.prefilled <= len(ids) + 2 * inserted + 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("outer", "settings"),
+    [
+        ("self_refine", {"feedback_prompt": " check", "refine_prompt": " again"}),
+        ("sequential_revision", {"num_revisions": 2, "revise_prompt": " again"}),
+    ],
+)
+def test_what_a_method_made_of_several_sequences_is_gone_on_with_from_ids_as_from_text(
+    engine_worker, outer, settings
+):
+    every_token = [*range(len(engine_worker.tokenizer))]
+    params = {"temperature": 0.0, "stop_token_ids": every_token, "include_stop_str_in_output": True}
+    ids = engine_worker.tokenizer("a b c").input_ids
+    outputs = []
+    for prompt in ("a b c", ids):
+        method = stack(f"dynasor+{outer}", **settings)
+        outputs.append(answer(method, engine_worker, prompt, sampling_params=params).output)
+    text, ids = (output.meta[outer] for output in outputs)
+    assert text["answers"] == ids["answers"] > 1
+    assert outputs[0].candidates[:2] == outputs[1].candidates[:2]
 
 
 @pytest.mark.parametrize("name", ["self_refine", "sequential_revision"])

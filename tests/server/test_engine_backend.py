@@ -389,6 +389,10 @@ def test_a_reward_model_of_the_server_is_no_setting_that_a_request_has_to_give(
     with served(backend) as running:
         assert settings_that_are_needed(running, "best_of_n") == []
         assert settings_that_are_needed(running, "repeated_sampling") == ["verifier"]
+        policy = {"num_probes": 2, "edges": [0.0], "methods": ["probes", "majority_vote@2"]}
+        settings = {"policy": policy}  # fitted on how probes agree: no reward belongs to it
+        body = ask(method="compute_optimal", method_params=settings, temperature=1, max_tokens=8)
+        assert "choices" in running.send(CHAT, body).json
 
 
 @pytest.mark.parametrize("method", ["hogwild", "hogwild_turns"])

@@ -103,8 +103,8 @@ class ComputeOptimalController(Controller):
         if (policy.difficulty == "score") != (self.reward_controller is not None):
             raise ParameterError(
                 "the policy and reward_controller do not belong together",
-                f"the policy predicts difficulty by {policy.difficulty}, and "
-                f"reward_controller is {self.reward_controller}",
+                f"the policy predicts difficulty by {policy.difficulty}, and reward_controller is "
+                f"{'None' if self.reward_controller is None else 'given'}",
                 "Give the reward that the policy was fitted with, and none for agreement",
             )
         settings, table = self.settings or {}, self.method_table

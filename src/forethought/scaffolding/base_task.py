@@ -126,9 +126,13 @@ class ForkPoint:
     """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
     output: ScaffoldingOutput | None = None
     """The output up to there, after the prompt of the first task of a chain of forks."""
+    prompt_tokens: list[int] | None = None
+    """That prompt, if it is token ids: a worker that does not hold the sequence goes on from them,
+    and from the text of the output."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None, self.num_kept, self.suffix, self.input_str)
+        kept = (self.num_kept, self.suffix, self.input_str, self.output, self.prompt_tokens)
+        return type(self), (None, *kept)
 
 
 class StreamedOutputs(list[Any]):

@@ -153,6 +153,9 @@ class Controller(Cloneable):
 
     task_collections: Mapping[str, Any] = MappingProxyType({})
     conversation: ClassVar[ConversationForm] = ConversationForm.MESSAGES
+    draws_samples: ClassVar[bool] = False
+    """Whether its samples have to differ, where no ``default_sample_num`` says so: an evaluation
+    decodes greedily else."""
     joins_texts: ClassVar[bool] = False
     """Whether it puts texts together, so that its prompt has to be text: a server gives it the text
     of what a chat template has made."""

@@ -296,7 +296,10 @@ class GenerationTask(sampling.SamplingFields, Task):
         child: _Generation = new(input_str=text)
         child.worker_tag, child.question = self.worker_tag, self.question
         child.history = list(self.history)
-        child.fork_point = ForkPoint(self.request_handle, num_kept, suffix, text, self.joined)
+        ids = self.input_tokens
+        if ids is None and self.fork_point is not None:
+            ids = self.fork_point.prompt_tokens
+        child.fork_point = ForkPoint(self.request_handle, num_kept, suffix, text, self.joined, ids)
         if inherit:
             sampling.carry(self, child)
         _set_fields(child, fields)

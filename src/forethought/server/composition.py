@@ -268,6 +268,16 @@ def needs_text(composition: Composition) -> bool:
     return any(method.joins_texts for method in stacked)
 
 
+def _takes_reward(settings: Mapping[str, Any]) -> bool:
+    """Whether the server's reward model belongs to these settings: not to a vote, nor to a policy
+    that was fitted on how probes agree.
+    """
+    policy = settings.get("policy")
+    if isinstance(policy, Mapping) and policy.get("difficulty") != "score":
+        return False
+    return settings.get("selection") != "vote"
+
+
 def _stacked(
     spec: str,
     table: MethodTable,
@@ -282,7 +292,7 @@ def _stacked(
     if drawing and drawing[-1].samples is None and drawing[-1].parameters[SAMPLES] == 1:
         values.setdefault(SAMPLES, NUM_SAMPLES)
     if _REWARD in names and _REWARD not in values:
-        if reward is not None and values.get("selection", names.get("selection")) != "vote":
+        if reward is not None and _takes_reward(names | values):
             values[_REWARD] = reward
         elif reward is None and names[_REWARD] is Method.REQUIRED:
             raise ParameterError(

@@ -373,6 +373,7 @@ class EngineWorker(Worker):
     ) -> LiveSession:
         session = await self._continued(task, prompt)
         if session is None:
+            prompt = self._forked(task) if prompt is None else prompt
             if prompt is None:
                 raise ParameterError(
                     "the task has no prompt",
@@ -435,6 +436,21 @@ class EngineWorker(Worker):
         session = await self._branch(source)
         task.inserted_tokens = session.tokens[source.length :]
         return session
+
+    def _forked(self, task: GenerationTask) -> tuple[int, ...] | None:
+        """The prompt of a fork of what is no sequence, as where a method has made its output of
+        several; None: its first prompt is no token ids, or another model's worker has it.
+        """
+        point = task.fork_point
+        if point is None or point.prompt_tokens is None or point.handle is not None:
+            return None
+        output = point.output or ScaffoldingOutput.inserted("")
+        text, ids = (output.text or "") + point.suffix, output.token_ids or []
+        if ids and self._text.decode(ids, False) == output.text:  # none of them ended it
+            text = point.suffix
+        else:
+            ids = []
+        return (*point.prompt_tokens, *ids, *self.llm.encode(text, special=False))
 
     async def _branch(self, source: Continuation) -> AsyncSession:
         """A session that goes on from a source; its tokens are computed again if it was evicted."""
