@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
@@ -208,6 +209,22 @@ def test_a_method_of_ones_own_may_be_in_the_current_directory(tmp_path, monkeypa
     assert sys.path == path, "another command may run elsewhere"
     assert cli.main(["methods", "own_methods:Mine"]) == 2
     assert "in the current directory" in one_line(capsys)
+
+
+def test_what_a_method_of_ones_own_raises_is_one_line_with_its_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing_method", raising=False)
+    (tmp_path / "failing_method.py").write_text(
+        "from forethought.scaffolding import NativeGenerationController\n\n\n"
+        "class Mine(NativeGenerationController):\n"
+        "    def process(self, tasks, **kwargs):\n"
+        "        yield from super().process(tasks)\n"
+        "        tasks[0].output_str + 1\n"
+    )
+    command = ["generate", "2 + 2", "--method", "failing_method:Mine", "--max-tokens", "2"]
+    assert cli.main(command) == 1
+    err = capsys.readouterr().err
+    assert re.search(r"forethought: TypeError: .*failing_method\.py:7\)\n\Z", err)
 
 
 def test_a_package_of_ones_own_imports_its_other_files_at_any_time(tmp_path, monkeypatch, capsys):

@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import NoReturn
 
 from forethought import __version__
 from forethought.errors import ForethoughtError, UnknownNameError, UsageError
+
+logger = logging.getLogger(__name__)
 
 COMMANDS = {
     "generate": "answer one prompt, with any method",
@@ -37,6 +43,7 @@ COMMANDS = {
     "doctor": "say what this machine has: versions, processor, GPU, extras, fast paths",
 }
 """Subcommand -> what it does; ``forethought.cli.<subcommand>`` has ``configure`` and ``run``."""
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; never raises."""
+    """Run the command line and return its exit status. Raises faults of ours alone."""
     if sys.stderr is None:  # closed by the caller; a print would go to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the end
     if sys.stdout is None:
@@ -88,6 +95,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # such as a full disk or a folder that may not be written
         _silence_stdout()
         return _complain(str(error), 1)
+    except Exception as error:
+        place = _users_line(error)
+        if place is None:
+            raise
+        logger.debug("code of the user's failed", exc_info=True)
+        return _complain(f"{type(error).__name__}: {error} ({place})", 1)
+
+
+def _users_line(error: Exception) -> str | None:
+    """The line of the user's code that failed, such as of a method; None: it is a fault of ours."""
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_relative_to(_PACKAGE):
+            return None
+        if not frame.filename.startswith(("<", *libraries)):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
 
 
 def _run(argv: list[str]) -> int:
