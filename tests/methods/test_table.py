@@ -136,7 +136,7 @@ def test_a_constructor_of_ones_own_that_raises_is_named_with_what_it_raised(
         "from forethought.errors import ParameterError\n"
         "from forethought.scaffolding import NativeGenerationController\n\n\n"
         "class Mine(NativeGenerationController):\n"
-        "    def __init__(self, depth: int = 0, name: str = None):\n"
+        "    def __init__(self, depth: int = 0, name: str = None, level: int = 0.5):\n"
         "        super().__init__()\n"
         "        if depth > 9:\n"
         "            raise ParameterError('depth is too large')\n"
@@ -155,6 +155,8 @@ def test_a_constructor_of_ones_own_that_raises_is_named_with_what_it_raised(
     assert "self.share = 1 / depth" in caplog.text
     with pytest.raises(ParameterError, match="depth is too large"):
         methods.create("raising_method:Mine", depth=10)
-    assert methods.create("raising_method:Mine", depth=2, name=None).share == 0.5
+    assert (
+        methods.create("raising_method:Mine", depth=2, name=None, level=float("0.5")).share == 0.5
+    )
     with pytest.raises(ParameterError, match="invalid depth: got 'x'"):
         methods.create("raising_method:Mine", depth="x")

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 
 from forethought.errors import ParameterError, TaskError
 from forethought.scaffolding import (
+    Budget,
     Controller,
     GenerationTask,
     NativeGenerationController,
@@ -43,12 +44,17 @@ class Runs(Controller):
 
 
 def ask(server, concurrency, count, at_once=64):
-    """Ask as many questions; at most so many are under way."""
+    """The texts of ``asked``."""
+    return [result.output.text for result in asked(server, concurrency, count, at_once)]
+
+
+def asked(server, concurrency, count, at_once=64, **options):
+    """Ask as many questions, ``at_once`` at most."""
     client = AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0, timeout=60)
     worker = OpenaiWorker(client, "m", concurrency=concurrency)
     controller = NativeGenerationController({"max_tokens": 4})
     with ScaffoldingLlm(controller, {"generation": worker}, at_once) as llm:
-        return [result.output.text for result in llm.generate([f"q{i}" for i in range(count)])]
+        return llm.generate([f"q{i}" for i in range(count)], **options)
 
 
 def holding_after(count, server, until):
@@ -244,8 +250,15 @@ def test_an_answer_that_breaks_off_is_asked_for_again_from_its_beginning():
             return ["Hello", " world"]
 
         server.says = says
-        assert ask(server, AdaptiveConcurrency(4, pause=0.001), 3, at_once=1) == ["Hello world"] * 3
+        concurrency = AdaptiveConcurrency(4, pause=0.001)
+        results = asked(server, concurrency, 3, at_once=1)
+        assert [result.output.text for result in results] == ["Hello world"] * 3
+        usages = [result.output.usage for result in results]
+        assert [(usage.completion_tokens, usage.discarded) for usage in usages] == [(2, 4)] * 3
         assert len(server.requests) == 9
+        budget = Budget(tokens=20)
+        with pytest.raises(TaskError, match="broke off"):
+            asked(server, concurrency, 1, budget=budget)
         with pytest.raises(TaskError, match="broke off"):
             ask(server, None, 1)
 

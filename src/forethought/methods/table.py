@@ -225,8 +225,13 @@ def _check_declared(method: Any, settings: Mapping[str, Any]) -> None:
     truth value that a class declares in a constructor of its own; others check themselves.
     """
     for name, setting in settings_of(method).items():
-        if setting.is_plain and settings.get(name, setting.default) is not setting.default:
+        is_set = name in settings and not _is_same(settings[name], setting.default)
+        if setting.is_plain and is_set:
             setting.value(settings)
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
 
 
 def _made(method: Any, spec: Any, values: Mapping[str, Any]) -> Any:

@@ -132,11 +132,7 @@ class TransformersNetwork(Network):
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_index,
-                **(
-                    {"past_key_values": PackedLengths(batch.positions)}
-                    if self.counts_positions
-                    else {}
-                ),
+                **self._cache_of(batch),
                 **{KEYWORD: attending},
             )
         return output.logits[0]

@@ -127,8 +127,8 @@ class ForkPoint:
     output: ScaffoldingOutput | None = None
     """The output up to there, after the prompt of the first task of a chain of forks."""
     prompt_tokens: list[int] | None = None
-    """That prompt, if it is token ids: a worker that does not hold the sequence goes on from them,
-    and from the text of the output."""
+    """That prompt, if it is token ids: a worker of an engine or a script that does not hold the
+    sequence goes on from them, and from the output; others need a prompt in text."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         kept = (self.num_kept, self.suffix, self.input_str, self.output, self.prompt_tokens)

@@ -38,7 +38,7 @@ _COUNTS = frozenset(field.name for field in fields(Usage))
 _ERROR_FIELDS = frozenset({"type", "what", "why", "fix"})
 _REQUEST_KINDS: Mapping[str, Any] = MappingProxyType(
     {
-        "prompt": str | list | None,
+        "prompt": str | list | tuple | None,
         "messages": list,
         "sampling": dict,
         "suffix": str,
@@ -48,8 +48,8 @@ _REQUEST_KINDS: Mapping[str, Any] = MappingProxyType(
 _RESULT_KINDS: Mapping[str, Any] = MappingProxyType(
     {
         "output_str": str | None,
-        "output_tokens": list | None,
-        "inserted_tokens": list | None,
+        "output_tokens": list | tuple | None,
+        "inserted_tokens": list | tuple | None,
         "finish_reason": str | None,
     }
 )
@@ -133,7 +133,7 @@ class Span:
         if not isinstance(stop, str | list | tuple | None):
             raise ValueError(f"{place}.request.sampling.stop cannot be {stop!r}")
         prompt = request.get("prompt")
-        if isinstance(prompt, list) and not all(map(_is_count, prompt)):
+        if isinstance(prompt, list | tuple) and not all(map(_is_count, prompt)):
             raise ValueError(f"{place}.request.prompt are no token ids")
         for name, value in self.results.items():
             grown = isinstance(value, dict) and value.get("$") == "grown"

@@ -275,7 +275,7 @@ class Recorder(Tracer):
             span.request = self._request_fields(span, task)
         elif isinstance(task, RewardTask):
             span.request = {
-                "prompt": encoded(task.input_tokens or task.input_str, lenient=True),
+                "prompt": _prompt_of(task),
                 "answer": task.output_str,
             }
         elif isinstance(task, MCPCallTask):
@@ -299,8 +299,14 @@ class Recorder(Tracer):
             digest = hashlib.blake2b((task.input_str or "").encode(), digest_size=8).hexdigest()
             fields |= {"suffix": point.suffix, "kept": point.num_kept, "digest": digest}
         if span.fork_of is None:
-            fields["prompt"] = encoded(task.input_tokens or task.input_str, lenient=True)
+            fields["prompt"] = _prompt_of(task)
         return fields
+
+
+def _prompt_of(task: GenerationTask | RewardTask) -> Any:
+    if task.input_tokens is not None:
+        return list(map(int, task.input_tokens))  # of any kind of sequence
+    return encoded(task.input_str, lenient=True)
 
 
 def thinking_key(task: GenerationTask, tag: Any) -> str:

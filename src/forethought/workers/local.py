@@ -445,12 +445,13 @@ class EngineWorker(Worker):
         if point is None or point.prompt_tokens is None or point.handle is not None:
             return None
         output = point.output or ScaffoldingOutput.inserted("")
-        text, ids = (output.text or "") + point.suffix, output.token_ids or []
-        if ids and self._text.decode(ids, False) == output.text:  # none of them ended it
-            text = point.suffix
-        else:
-            ids = []
-        return (*point.prompt_tokens, *ids, *self.llm.encode(text, special=False))
+        kept = output.token_ids or []
+        if not kept or self._text.decode(kept, False) != output.text:  # one of them ended it
+            text = (output.text or "") + point.suffix
+            return (*point.prompt_tokens, *self.llm.encode(text, special=False))
+        task.num_kept_tokens = point.num_kept
+        task.inserted_tokens = self.llm.encode(point.suffix, special=False)
+        return (*point.prompt_tokens, *kept, *task.inserted_tokens)
 
     async def _branch(self, source: Continuation) -> AsyncSession:
         """A session that goes on from a source; its tokens are computed again if it was evicted."""

@@ -16,7 +16,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from forethought.errors import UpstreamError
 from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
 from forethought.rewards.confidence import confidence_of
 from forethought.scaffolding.messages import ToolCall
@@ -240,13 +239,14 @@ class ChunkReader:
             self._received.set()
 
     async def _read_request(self) -> None:
+        before = self.server_usage
         for number in itertools.count(1):
             try:
                 await self._read_once()
-            except (ConnectionError, UpstreamError) as error:
+            except ConnectionError as error:
                 if not await self._requests.repeats(number, error):
                     raise
-                self.choices, self._calls = {0: StreamedChoice()}, {}
+                self.choices, self._calls, self.server_usage = {0: StreamedChoice()}, {}, before
             else:
                 return
 

@@ -122,13 +122,14 @@ class OneAnswer:
         self.num_certain, self.waits = math.inf, True
         self._asked, self._is_last, self._end, self._num_new = 0, True, 0, 0
         stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
-        self._has_begun, self._sent = False, fields
+        self._has_begun, self._sent, self._num_before = False, fields, 0
         self._is_followed = stream  # its tokens are emitted step by step
 
     async def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
         """The chunks of the request that goes on from ``choice``."""
         fields = self._next_fields(choice)
         self._task.llm_request_params = self._sent = fields
+        self._num_before = self._usage.completion_tokens
         with self._worker.open_request():
             self._has_begun = False
             try:
@@ -162,14 +163,19 @@ class OneAnswer:
 
     async def repeats(self, number: int, error: Exception) -> bool:
         """Whether an answer that broke off ``number`` times is asked for again, after a pause:
-        where the worker repeats refused requests, and nobody has seen a part of the answer.
+        where the worker repeats refused requests, nobody has seen a part of the answer, and no
+        budget counts its tokens. What came of it counts as discarded.
         """
         concurrency, is_shown = self._worker.concurrency, self._task.streaming_output_flag
-        if concurrency is None or is_shown or self._is_followed or not self._has_begun:
+        is_counted = self._scope is not None and self._scope.account.budget.tokens is not None
+        if concurrency is None or is_shown or self._is_followed or is_counted:
             return False
-        if number < NUM_TRIES:
-            await asyncio.sleep(concurrency.pause_before(number, error))
-        return number < NUM_TRIES
+        if not self._has_begun or number >= NUM_TRIES:
+            return False
+        lost = self._usage.completion_tokens - self._num_before
+        self._record(Usage(completion_tokens=-lost, discarded=lost))
+        await asyncio.sleep(concurrency.pause_before(number, error))
+        return True
 
     def _next_fields(self, choice: StreamedChoice) -> dict[str, Any]:
         return self._fields if self._size is None else self._part(self._size, choice)

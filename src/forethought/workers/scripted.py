@@ -267,8 +267,11 @@ class ScriptedWorker(Worker):
 
 
 def _prompt(task: GenerationTask) -> str:
-    prompt = task.prompt or ""
-    return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+    prompt, point = task.prompt, task.fork_point
+    if prompt is None and point is not None and point.prompt_tokens is not None:
+        output = (point.output.text if point.output is not None else None) or ""
+        return "".join(map(chr, point.prompt_tokens)) + output + point.suffix
+    return prompt if isinstance(prompt, str) else "".join(map(chr, prompt or ()))
 
 
 def _close_thought(
