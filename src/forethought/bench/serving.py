@@ -59,7 +59,7 @@ class Exchange:
     """As the server counts them; the number of chunks if it does not."""
     error: str | None = None
     """None: the answer is complete."""
-    is_finished: dict[int, bool] = field(default_factory=dict)
+    choices_ended: dict[int, bool] = field(default_factory=dict)
     """Whether the server has said why it ended, of each choice by its index."""
 
     @property
@@ -324,7 +324,7 @@ async def _check(response: ClientResponse) -> None:
 
 def _check_finished(exchange: Exchange) -> None:
     """Raises RequestError for a stream that ended before its answers did."""
-    if not exchange.is_finished or not all(exchange.is_finished.values()):
+    if not exchange.choices_ended or not all(exchange.choices_ended.values()):
         raise RequestError("the answer broke off", "the server sent no finish_reason")
 
 
@@ -340,7 +340,7 @@ def _take(exchange: Exchange, line: bytes, began: float) -> None:
         exchange.chunks.append(time.perf_counter() - began)
     for choice in choices:
         index, ended = choice.get("index") or 0, bool(choice.get("finish_reason"))
-        exchange.is_finished[index] = ended or exchange.is_finished.get(index, False)
+        exchange.choices_ended[index] = ended or exchange.choices_ended.get(index, False)
     if usage := chunk.get("usage"):
         exchange.num_prompt_tokens = usage.get("prompt_tokens") or 0
         exchange.num_output_tokens = usage.get("completion_tokens") or 0

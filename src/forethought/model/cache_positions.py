@@ -8,7 +8,6 @@ gets a length per token.
 from __future__ import annotations
 
 import inspect
-from inspect import isfunction
 from typing import Any
 
 import torch
@@ -40,4 +39,4 @@ def reads_cache_length(module: nn.Module) -> bool:
 
     kinds = {type(part) for part in module.modules() if not isinstance(part, PreTrainedModel)}
     forwards = (inspect.unwrap(kind.forward) for kind in kinds)
-    return any(isfunction(f) and "get_seq_length" in f.__code__.co_names for f in forwards)
+    return any(inspect.isfunction(f) and "get_seq_length" in f.__code__.co_names for f in forwards)

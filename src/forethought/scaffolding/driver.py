@@ -179,8 +179,11 @@ class Frame:
                     return await self._next(request.race)
             finally:
                 await cancel_all(request.race.take_stopped())
-        if isinstance(request, Delta | Stage):
-            self._stream(None, request) if isinstance(request, Delta) else self._tell(request)
+        if isinstance(request, Delta):
+            self._stream(None, request)
+            return await self._let_others_run()
+        if isinstance(request, Stage):
+            self._tell(request)
             return await self._let_others_run()
         if isinstance(request, Task | Branch):
             raise UsageError(

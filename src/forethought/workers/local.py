@@ -373,7 +373,8 @@ class EngineWorker(Worker):
     ) -> LiveSession:
         session = await self._continued(task, prompt)
         if session is None:
-            prompt = self._forked(task) if prompt is None else prompt
+            if prompt is None:  # as long as the context, perhaps: tokenised in a thread
+                prompt = await asyncio.to_thread(self._forked, task)
             if prompt is None:
                 raise ParameterError(
                     "the task has no prompt",
@@ -438,9 +439,7 @@ class EngineWorker(Worker):
         return session
 
     def _forked(self, task: GenerationTask) -> tuple[int, ...] | None:
-        """The prompt of a fork of what is no sequence, as where a method has made its output of
-        several; None: its first prompt is no token ids, or another model's worker has it.
-        """
+        """The ids of a fork of what is no sequence, but made of several; None: it has none here."""
         point = task.fork_point
         if point is None or point.prompt_tokens is None or point.handle is not None:
             return None

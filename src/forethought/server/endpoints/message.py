@@ -53,8 +53,8 @@ def answer_of(
 
 
 def told_stop_reason(output: ScaffoldingOutput) -> int | str | None:
-    """vLLM's ``stop_reason`` of a choice: the stop string or stop token that ended it; None: it
-    ended by itself, or was cut.
+    """vLLM's ``stop_reason`` of a choice: the stop string or stop token that ended it; None: an
+    end-of-sequence token or its grammar did, or it was cut.
     """
     return None if output.stop_reason == GRAMMAR_COMPLETE else output.stop_reason
 
