@@ -74,6 +74,8 @@ class LiveSession:
         self.output = self.shown = CompletionOutput(0)
         self._beginning: Transcript | None = None
         self.num_beyond = 0
+        self._takes_rest = False
+        """Whether its task gets all within the budget, where it is closed."""
         self._spans: list[DraftSpan] = []
         self._measured: Detokenizer | None = None
         self._num_measured = self._position = 0
@@ -208,8 +210,7 @@ class LiveSession:
     async def end_with_budget(self) -> None:
         """End the generation as the budget is spent; its task gets the output within it."""
         if not self.closed:
-            with suppress(ForethoughtError):  # what its generation failed with, if it did
-                self.show(len((await self.poll()).token_ids))
+            self._takes_rest = True
             await self.close()
         if self.shown.finish_reason in (None, FinishReason.ABORT):
             self.shown = replace(self.shown, finish_reason=FinishReason.LENGTH)
@@ -237,6 +238,8 @@ class LiveSession:
                         live._account.ended(live.output.metrics)
         for live in going:
             live.count()
+            if live._takes_rest:
+                live.show(None)
             live.discard_rest()
 
     def count(self) -> None:
